@@ -1,0 +1,50 @@
+"""The ops of ``torch.ops.dsv41``: names and schema strings, nothing that runs.
+
+Sizes that follow the batch are ``SymInt`` (or come from shapes); configuration is ``int``, so that
+a graph is specialised on it. An ``_out`` twin takes the arguments of its functional form plus
+keyword-only buffers and returns nothing. A saved export is tied to these strings: new arguments
+need defaults, and none is ever renamed.
+"""
+
+from __future__ import annotations
+
+_SLOT_MAPPING = (
+    "Tensor query_start_loc, Tensor seq_lens, Tensor block_table, SymInt num_tokens, "
+    "int states_per_page, int compress_ratio, Tensor? slot_mapping=None, "
+    "int dcp_world_size=1, int dcp_rank=0, int cp_interleave=1"
+)
+_WINDOW = (
+    "Tensor query_start_loc, Tensor seq_lens, Tensor block_table, SymInt num_tokens, "
+    "int page_size, int window=128, int? width=None, bool causal=True, Tensor? replay_start=None"
+)
+_TOPK = (
+    "Tensor topk_indices, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
+    "int states_per_page, int compress_ratio, "
+    "int dcp_world_size=1, int dcp_rank=0, int cp_interleave=1"
+)
+_DECODE = (
+    "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, "
+    "Tensor? cache=None, Tensor? topk_indices=None, Tensor? topk_lens=None, "
+    "Tensor? attn_sink=None, float softmax_scale=0.04419417382415922, bool batch_invariant=False"
+)
+
+SCHEMAS: dict[str, str] = {
+    "token_to_request": "(Tensor query_start_loc, SymInt num_tokens) -> Tensor",
+    "compressed_slot_mapping": f"({_SLOT_MAPPING}) -> Tensor",
+    "compressed_slot_mapping_out": f"({_SLOT_MAPPING}, *, Tensor(a!) out) -> ()",
+    "dcp_local_seq_lens": (
+        "(Tensor seq_lens, int compress_ratio, int dcp_world_size, int dcp_rank, "
+        "int cp_interleave=1) -> Tensor"
+    ),
+    "sliding_window_indices": f"({_WINDOW}) -> (Tensor, Tensor)",
+    "sliding_window_indices_out": f"({_WINDOW}, *, Tensor(a!) out, Tensor(b!) lens) -> ()",
+    "topk_to_slots": f"({_TOPK}) -> (Tensor, Tensor)",
+    "topk_to_slots_out": f"({_TOPK}, *, Tensor(a!) out, Tensor(b!) lens) -> ()",
+    "kv_cache_insert": "(Tensor kv, Tensor slot_mapping, Tensor(a!) cache) -> ()",
+    "kv_cache_gather": "(Tensor cache, Tensor slots) -> Tensor",
+    "sparse_mla_decode": f"({_DECODE}) -> (Tensor, Tensor)",
+    "sparse_mla_decode_out": f"({_DECODE}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "merge_attention_states": (
+        "(Tensor outs, Tensor lses, Tensor? attn_sink=None) -> (Tensor, Tensor)"
+    ),
+}
