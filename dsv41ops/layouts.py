@@ -106,6 +106,4 @@ def new_kv_cache(
     record = record_named(kv_cache_dtype)
     page_elements = record.page_bytes(page_size) // record.dtype.itemsize
     pool = torch.zeros(num_pages, page_elements, dtype=record.dtype, device=device)
-    return pool.as_strided(
-        (num_pages, page_size, record.width), (page_elements, record.width, 1)
-    )
+    return pool.as_strided((num_pages, page_size, record.width), (page_elements, record.width, 1))

@@ -1,0 +1,41 @@
+"""DeepSeek-V4.1 sparse MLA, slot mapping, index and KV-cache ops for compiled PyTorch models.
+
+Importing the package registers every op under ``torch.ops.dsv41``; the functions here are the
+same ops with defaults and documentation. What an engine asks for is in ``dsv41ops.backend``.
+"""
+
+from dsv41ops.api import (
+    compressed_slot_mapping,
+    compressed_slot_mapping_out,
+    dcp_local_seq_lens,
+    kv_cache_gather,
+    kv_cache_insert,
+    merge_attention_states,
+    sliding_window_indices,
+    sliding_window_indices_out,
+    sparse_mla_decode,
+    sparse_mla_decode_out,
+    token_to_request,
+    topk_to_slots,
+    topk_to_slots_out,
+)
+from dsv41ops.layouts import new_kv_cache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "compressed_slot_mapping",
+    "compressed_slot_mapping_out",
+    "dcp_local_seq_lens",
+    "kv_cache_gather",
+    "kv_cache_insert",
+    "merge_attention_states",
+    "new_kv_cache",
+    "sliding_window_indices",
+    "sliding_window_indices_out",
+    "sparse_mla_decode",
+    "sparse_mla_decode_out",
+    "token_to_request",
+    "topk_to_slots",
+    "topk_to_slots_out",
+]

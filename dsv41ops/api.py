@@ -1,0 +1,536 @@
+"""The public functions: one op call each, with defaults, types and documentation.
+
+Dimension letters: ``T`` tokens of this step (padding included), ``R`` requests, ``H`` query heads
+on this rank, ``P`` pages per request, ``K`` selected positions per token, ``W`` window width.
+Definitions: DeepSeek-V4.1 release; slot mapping and metadata as vLLM, attention as FlashMLA.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import dsv41ops.ops  # noqa: F401  (registers the ops)
+from dsv41ops.layouts import HEAD_DIM
+
+Tensor = torch.Tensor
+
+
+def _require_tensors(**tensors: object) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def _require_ints(**values: object) -> None:
+    # A tensor would be read back from its device: a host sync.
+    for name, value in values.items():
+        if not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """Request index of each token of a step.
+
+    Args:
+        query_start_loc: ``[R + 1]`` int32, non-decreasing; request r owns the tokens
+            ``query_start_loc[r] .. query_start_loc[r + 1] - 1``. Requests may be empty.
+        num_tokens: ``T``, padding included.
+
+    Returns:
+        ``[T]`` int32; -1 for a token at or past ``query_start_loc[R]``.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes or strides above, or ``num_tokens < 0``.
+        TypeError: ``num_tokens`` is not an int (a tensor would need a host sync).
+    """
+    _require_tensors(query_start_loc=query_start_loc)
+    _require_ints(num_tokens=num_tokens)
+    return torch.ops.dsv41.token_to_request(query_start_loc, num_tokens)  # type: ignore[no-any-return]
+
+
+def compressed_slot_mapping(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    states_per_page: int,
+    compress_ratio: int,
+    slot_mapping: Tensor | None = None,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    cp_interleave: int = 1,
+) -> Tensor:
+    """Slot in the compressed cache for each token that closes a state.
+
+    A token at position p closes state ``p // ratio`` iff ``(p + 1) % ratio == 0``. Under decode
+    context parallelism (DCP) rank ``(s // I) % world`` owns state s, as its local state
+    ``s // (I * world) * I + s % I``; the interleave ``I`` counts states. Only the owner gets the
+    slot ``block_table[r, local // states_per_page] * states_per_page + local % states_per_page``.
+
+    Args:
+        query_start_loc: ``[R + 1]`` int32, as in :func:`token_to_request`.
+        seq_lens: ``[R]`` int32, tokens of each request after this step. Token t of request r has
+            position ``seq_lens[r] - query_len[r] + t - query_start_loc[r]``.
+        block_table: ``[rows, P]`` int32 page numbers, any row stride; read within bounds only.
+        num_tokens: ``T``, padding included.
+        states_per_page: States (not tokens) in one page of one rank.
+        compress_ratio: Tokens per state, at least 1.
+        slot_mapping: ``[>= T]`` int32 or int64, or None. -1 marks a replayed token, whose state
+            is cached already. For caches that every rank writes: a mapping whose -1 means
+            "another rank's token" must not be passed.
+        dcp_world_size: DCP ranks, at least 1.
+        dcp_rank: This rank.
+        cp_interleave: ``I``; must divide ``states_per_page`` when ``dcp_world_size > 1``.
+
+    Returns:
+        ``[T]`` int64 slots; -1 for every other token: no state closed, another rank's state,
+        replayed, padding, a negative position, or no page in the table.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
+        TypeError: An argument has the wrong Python type.
+    """
+    _require_tensors(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
+    _require_ints(num_tokens=num_tokens)
+    return torch.ops.dsv41.compressed_slot_mapping(  # type: ignore[no-any-return]
+        query_start_loc,
+        seq_lens,
+        block_table,
+        num_tokens,
+        states_per_page,
+        compress_ratio,
+        slot_mapping,
+        dcp_world_size,
+        dcp_rank,
+        cp_interleave,
+    )
+
+
+def compressed_slot_mapping_out(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    states_per_page: int,
+    compress_ratio: int,
+    slot_mapping: Tensor | None = None,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    cp_interleave: int = 1,
+    *,
+    out: Tensor,
+) -> None:
+    """:func:`compressed_slot_mapping` into a caller's buffer.
+
+    Args:
+        out: ``[>= T]`` int64; written whole, -1 past T. The others are as in the functional form.
+    """
+    _require_tensors(
+        query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, out=out
+    )
+    _require_ints(num_tokens=num_tokens)
+    torch.ops.dsv41.compressed_slot_mapping_out(
+        query_start_loc,
+        seq_lens,
+        block_table,
+        num_tokens,
+        states_per_page,
+        compress_ratio,
+        slot_mapping,
+        dcp_world_size,
+        dcp_rank,
+        cp_interleave,
+        out=out,
+    )
+
+
+def dcp_local_seq_lens(
+    seq_lens: Tensor,
+    compress_ratio: int,
+    dcp_world_size: int,
+    dcp_rank: int,
+    cp_interleave: int = 1,
+) -> Tensor:
+    """States of each request that this DCP rank owns.
+
+    Of ``n = seq_lens // ratio`` states, ``n // (I * world) * I + clamp(n % (I * world) - rank * I,
+    0, I)``.
+
+    Args:
+        seq_lens: ``[R]`` int32, in tokens; negative counts as 0.
+        compress_ratio: Tokens per state, at least 1.
+        dcp_world_size: DCP ranks, at least 1.
+        dcp_rank: This rank.
+        cp_interleave: ``I``, in states, at least 1.
+
+    Returns:
+        ``[R]`` int32, a new tensor also for one rank.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
+        TypeError: ``seq_lens`` is not a tensor.
+    """
+    _require_tensors(seq_lens=seq_lens)
+    return torch.ops.dsv41.dcp_local_seq_lens(  # type: ignore[no-any-return]
+        seq_lens, compress_ratio, dcp_world_size, dcp_rank, cp_interleave
+    )
+
+
+def sliding_window_indices(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    page_size: int,
+    window: int = 128,
+    width: int | None = None,
+    causal: bool = True,
+    replay_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Slots of the sliding window that each token attends to.
+
+    A causal token at position p sees ``max(p - window + 1, replay_start[r], 0) .. p``. With
+    ``causal=False`` (draft blocks) every token of a request sees
+    ``max(first query position - window, 0) .. seq_len - 1``. Where that is more than ``width``
+    positions, the newest are kept.
+
+    Args:
+        query_start_loc: ``[R + 1]`` int32, as in :func:`token_to_request`.
+        seq_lens: ``[R]`` int32, tokens of each request after this step.
+        block_table: ``[rows, P]`` int32 pages of the window cache, indexed by
+            ``position // page_size``; any row stride, read within bounds only.
+        num_tokens: ``T``, padding included.
+        page_size: Rows in one page of the window cache.
+        window: Positions that a token sees, itself included.
+        width: ``W``, columns of the result. Causal: at least ``window``, which None stands for.
+            Non-causal: must be given; window plus the draft block, rounded up to 64.
+        causal: False for draft blocks.
+        replay_start: ``[R]`` int32 oldest position whose window row is cached, or None. Has no
+            effect on draft blocks.
+
+    Returns:
+        ``[T, W]`` int32 slots, oldest first and packed left (a position without a page is left
+        out), -1 beyond; and ``[T]`` int32, how many. Padding tokens: all -1 and 0.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
+        TypeError: An argument has the wrong Python type.
+    """
+    _require_tensors(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
+    _require_ints(num_tokens=num_tokens)
+    return torch.ops.dsv41.sliding_window_indices(  # type: ignore[no-any-return]
+        query_start_loc,
+        seq_lens,
+        block_table,
+        num_tokens,
+        page_size,
+        window,
+        width,
+        causal,
+        replay_start,
+    )
+
+
+def sliding_window_indices_out(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    page_size: int,
+    window: int = 128,
+    width: int | None = None,
+    causal: bool = True,
+    replay_start: Tensor | None = None,
+    *,
+    out: Tensor,
+    lens: Tensor,
+) -> None:
+    """:func:`sliding_window_indices` into a caller's buffers.
+
+    Args:
+        out: ``[>= T, W]`` int32, any row stride; written whole, -1 past T.
+        lens: ``[len(out)]`` int32; written whole, 0 past T. The others are as in the functional
+            form.
+    """
+    _require_tensors(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        out=out,
+        lens=lens,
+    )
+    _require_ints(num_tokens=num_tokens)
+    torch.ops.dsv41.sliding_window_indices_out(
+        query_start_loc,
+        seq_lens,
+        block_table,
+        num_tokens,
+        page_size,
+        window,
+        width,
+        causal,
+        replay_start,
+        out=out,
+        lens=lens,
+    )
+
+
+def topk_to_slots(
+    topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    states_per_page: int,
+    compress_ratio: int,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    cp_interleave: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Slots in the compressed cache of each token's selected states.
+
+    Args:
+        topk_indices: ``[T, K]`` int32 or int64 state numbers of the token's request, -1 for none,
+            anywhere in a row. Under DCP they are global. A number at or past what the token may
+            see, ``(p + 1) // ratio``, is skipped.
+        query_start_loc: ``[R + 1]`` int32, as in :func:`token_to_request`.
+        seq_lens: ``[R]`` int32, tokens of each request after this step.
+        block_table: ``[rows, P]`` int32 page numbers, any row stride; read within bounds only.
+        states_per_page: States (not tokens) in one page of one rank.
+        compress_ratio: Tokens per state, at least 1.
+        dcp_world_size: DCP ranks, at least 1.
+        dcp_rank: This rank; only states that it owns are kept, as its local slots.
+        cp_interleave: In states; must divide ``states_per_page`` when ``dcp_world_size > 1``.
+
+    Returns:
+        ``[T, K]`` int32 slots, packed left in the given order, -1 beyond; and ``[T]`` int32, how
+        many. Padding tokens: all -1 and 0.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
+        TypeError: An argument that must be a tensor is not.
+    """
+    _require_tensors(
+        topk_indices=topk_indices,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+    )
+    return torch.ops.dsv41.topk_to_slots(  # type: ignore[no-any-return]
+        topk_indices,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        states_per_page,
+        compress_ratio,
+        dcp_world_size,
+        dcp_rank,
+        cp_interleave,
+    )
+
+
+def topk_to_slots_out(
+    topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    states_per_page: int,
+    compress_ratio: int,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    cp_interleave: int = 1,
+    *,
+    out: Tensor,
+    lens: Tensor,
+) -> None:
+    """:func:`topk_to_slots` into a caller's buffers.
+
+    Args:
+        out: ``[>= T, K]`` int32, any row stride; written whole, -1 past T.
+        lens: ``[len(out)]`` int32; written whole, 0 past T. The others are as in the functional
+            form.
+    """
+    _require_tensors(
+        topk_indices=topk_indices,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        out=out,
+        lens=lens,
+    )
+    torch.ops.dsv41.topk_to_slots_out(
+        topk_indices,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        states_per_page,
+        compress_ratio,
+        dcp_world_size,
+        dcp_rank,
+        cp_interleave,
+        out=out,
+        lens=lens,
+    )
+
+
+def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
+    """Encode latent rows into a paged cache.
+
+    The record follows from the cache's dtype and last dimension (584 ``fp8_ds_mla``, 528
+    ``mxfp8``, 288 ``nvfp4``, 1024 or bfloat16 ``bf16``). RoPE has been applied already.
+
+    Args:
+        kv: ``[T, 512]`` bfloat16, any row stride. A non-finite value makes its own scale group
+            NaN and nothing else.
+        slot_mapping: ``[T]`` int32 or int64 slots ``page * page_size + row``. A slot below 0 or
+            past the cache means no write. Slots of one call are unique; of duplicates one row
+            is left, possibly torn.
+        cache: ``[pages, page_size, bytes]`` uint8 or ``[pages, page_size, 512]`` bfloat16, any
+            page stride (``stride(0)``). Written: the bytes of the named rows only.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes or strides above.
+        TypeError: An argument is not a tensor.
+    """
+    _require_tensors(kv=kv, slot_mapping=slot_mapping, cache=cache)
+    torch.ops.dsv41.kv_cache_insert(kv, slot_mapping, cache)
+
+
+def kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """Decode rows of a paged cache.
+
+    Args:
+        cache: As in :func:`kv_cache_insert`; only read.
+        slots: ``[N]`` int32 or int64 slots ``page * page_size + row``.
+
+    Returns:
+        ``[N, 512]`` bfloat16, exact; zeros for a slot below 0 or past the cache.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes or strides above.
+        TypeError: An argument is not a tensor.
+    """
+    _require_tensors(cache=cache, slots=slots)
+    return torch.ops.dsv41.kv_cache_gather(cache, slots)  # type: ignore[no-any-return]
+
+
+def sparse_mla_decode(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    cache: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+    topk_lens: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    softmax_scale: float = HEAD_DIM**-0.5,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Sparse MLA: one softmax over a token's window rows and its selected compressed rows.
+
+    A cached row is both key and value. ``lse = log sum exp(scale * q . k)`` (natural logarithm,
+    without the sink) and ``out = sum softmax * v / (1 + exp(sink - lse))``. Decode and prompt
+    tokens mix freely: rows do not depend on each other.
+
+    Args:
+        q: ``[T, H, 512]`` bfloat16, H from 1 to 128, last dimension contiguous.
+        swa_cache: Window cache, any record; see :func:`kv_cache_insert`.
+        swa_indices: ``[T, W]`` int32 slots in ``swa_cache``. One below 0 or past the cache is
+            skipped and never read.
+        swa_lens: ``[T]`` int32; entries past it are never looked at. Clamped to ``0 .. W``.
+        cache: Compressed cache, any record, or None with the next two for window-only layers.
+        topk_indices: ``[T, K]`` int32 slots in ``cache``, as ``swa_indices``.
+        topk_lens: ``[T]`` int32, as ``swa_lens``.
+        attn_sink: ``[H]`` float32 logits that join the denominator only, or None. -inf has no
+            effect, +inf gives 0.
+        softmax_scale: Multiplies ``q . k``.
+        batch_invariant: True: a row's bits depend on its own inputs and the static widths only,
+            not on T or its neighbours.
+
+    Returns:
+        out ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32, both contiguous. A token without
+        a visible row: 0 and -inf.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes or strides above, or only some of
+            ``cache``, ``topk_indices`` and ``topk_lens`` are given.
+        TypeError: An argument that must be a tensor is not.
+    """
+    _require_tensors(q=q, swa_cache=swa_cache, swa_indices=swa_indices, swa_lens=swa_lens)
+    return torch.ops.dsv41.sparse_mla_decode(  # type: ignore[no-any-return]
+        q,
+        swa_cache,
+        swa_indices,
+        swa_lens,
+        cache,
+        topk_indices,
+        topk_lens,
+        attn_sink,
+        softmax_scale,
+        batch_invariant,
+    )
+
+
+def sparse_mla_decode_out(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    cache: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+    topk_lens: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    softmax_scale: float = HEAD_DIM**-0.5,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """:func:`sparse_mla_decode` into a caller's buffers.
+
+    Args:
+        out: ``[>= T, H, 512]`` bfloat16, last dimension contiguous; rows past T are left alone.
+        lse: ``[>= T, H]`` float32; rows past T are left alone. The others are as in the
+            functional form.
+    """
+    _require_tensors(
+        q=q, swa_cache=swa_cache, swa_indices=swa_indices, swa_lens=swa_lens, out=out, lse=lse
+    )
+    torch.ops.dsv41.sparse_mla_decode_out(
+        q,
+        swa_cache,
+        swa_indices,
+        swa_lens,
+        cache,
+        topk_indices,
+        topk_lens,
+        attn_sink,
+        softmax_scale,
+        batch_invariant,
+        out=out,
+        lse=lse,
+    )
+
+
+def merge_attention_states(
+    outs: Tensor, lses: Tensor, attn_sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge partial attention results of several ranks, then apply the sink once.
+
+    ``LSE = log sum exp(lse_i)``, ``out = sum exp(lse_i - LSE) * out_i / (1 + exp(sink - LSE))``.
+
+    Args:
+        outs: ``[N, T, H, 512]`` bfloat16 or float32, each computed without a sink.
+        lses: ``[N, T, H]`` float32, natural logarithm. -inf: the rank had no row; its ``out`` is
+            ignored, even NaN.
+        attn_sink: ``[H]`` float32 or None, as in :func:`sparse_mla_decode`.
+
+    Returns:
+        out ``[T, H, 512]`` in the dtype of ``outs`` and lse ``[T, H]`` float32 without the sink.
+        All ranks empty: 0 and -inf. One non-empty rank, no sink: its rows, bit for bit.
+
+    Raises:
+        ValueError: An argument breaks the shapes, dtypes or strides above.
+        TypeError: ``outs`` or ``lses`` is not a tensor.
+    """
+    _require_tensors(outs=outs, lses=lses)
+    return torch.ops.dsv41.merge_attention_states(outs, lses, attn_sink)  # type: ignore[no-any-return]

@@ -1,0 +1,322 @@
+"""One ``check_<op>`` per op: dtype, shape, stride, device and host values, never tensor values.
+
+Eager kernels and fakes run the same check, so bad input gets the same ``ValueError`` in both. Sizes
+may be symbolic: relations between them go through ``torch._check_value``, which states them to the
+tracer instead of branching on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv41ops.layouts import HEAD_DIM, RECORDS, find_record
+
+INT32 = (torch.int32,)
+SLOT_DTYPES = (torch.int32, torch.int64)
+MAX_HEADS = 128
+
+
+def _expect(condition: bool | torch.SymBool, name: str, accepted: str, came: object) -> None:
+    torch._check_value(condition, lambda: f"{name}: expected {accepted}, got {came}")
+
+
+def _check_tensor(
+    name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], ndim: int, device: torch.device
+) -> None:
+    """Dtype, rank, device, and a last dimension that lies densely."""
+    _expect(tensor.dtype in dtypes, name, " or ".join(map(str, dtypes)), tensor.dtype)
+    _expect(tensor.dim() == ndim, name, f"{ndim} dimensions", f"shape {tuple(tensor.shape)}")
+    _expect(tensor.device == device, name, f"a tensor on {device}", tensor.device)
+    _check_dense(name, tensor)
+
+
+def _expect_stride(
+    name: str, holds: bool | torch.SymBool, size: int | torch.SymInt, accepted: str, tensor: Tensor
+) -> None:
+    # The stride of a dimension of one element is never used, so it may be anything.
+    condition = size <= 1 if holds is False else holds
+    _expect(condition, name, accepted, f"shape {tuple(tensor.shape)}, stride {tensor.stride()}")
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    accepted = "stride 1 in the last dimension"
+    _expect_stride(name, tensor.stride(-1) == 1, tensor.shape[-1], accepted, tensor)
+
+
+def _check_size(name: str, tensor: Tensor, dim: int, size: int | torch.SymInt, what: str) -> None:
+    came = f"shape {tuple(tensor.shape)}"
+    _expect(tensor.shape[dim] == size, name, f"{what} = {size} in dimension {dim}", came)
+
+
+def _check_at_least(name: str, value: int | torch.SymInt, bound: int) -> None:
+    _expect(value >= bound, name, f"at least {bound}", value)
+
+
+def _check_holds(name: str, tensor: Tensor, num_tokens: int | torch.SymInt) -> None:
+    """A per-token buffer may be longer than this step's tokens, not shorter."""
+    came = f"shape {tuple(tensor.shape)}"
+    _expect(tensor.shape[0] >= num_tokens, name, f"at least {num_tokens} rows", came)
+
+
+def _check_batch(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    device = query_start_loc.device
+    _check_tensor("query_start_loc", query_start_loc, INT32, 1, device)
+    _check_at_least("query_start_loc's length", query_start_loc.shape[0], 1)
+    _check_tensor("seq_lens", seq_lens, INT32, 1, device)
+    _check_size("seq_lens", seq_lens, 0, query_start_loc.shape[0] - 1, "len(query_start_loc) - 1")
+
+
+def _check_states(
+    states_per_page: int, compress_ratio: int, world: int, rank: int, interleave: int
+) -> None:
+    _check_at_least("states_per_page", states_per_page, 1)
+    _check_at_least("compress_ratio", compress_ratio, 1)
+    _check_dcp(world, rank, interleave)
+    if world > 1:
+        # A page would otherwise hold states of a block that is not allocated yet.
+        _expect(
+            states_per_page % interleave == 0,
+            "states_per_page",
+            f"a multiple of cp_interleave = {interleave} under DCP",
+            states_per_page,
+        )
+
+
+def _check_dcp(world: int, rank: int, interleave: int) -> None:
+    _check_at_least("dcp_world_size", world, 1)
+    _expect(0 <= rank < world, "dcp_rank", f"0 <= rank < dcp_world_size = {world}", rank)
+    _check_at_least("cp_interleave", interleave, 1)
+
+
+def _check_cache(name: str, cache: Tensor, device: torch.device) -> None:
+    _expect(cache.dim() == 3, name, "3 dimensions", f"shape {tuple(cache.shape)}")
+    _expect(cache.device == device, name, f"a tensor on {device}", cache.device)
+    record = find_record(cache.dtype, int(cache.shape[2]))
+    accepted = ", ".join(f"{r.width} {r.dtype} ({r.name})" for r in RECORDS)
+    came = f"{int(cache.shape[2])} {cache.dtype}"
+    _expect(record is not None, name, f"a last dimension of {accepted}", came)
+    pages, page_size, width = cache.shape
+    _check_at_least(f"{name}'s page size", page_size, 1)
+    _check_dense(name, cache)
+    accepted = f"rows {width} elements apart"
+    _expect_stride(name, cache.stride(1) == width, page_size, accepted, cache)
+    accepted = f"pages at least {page_size * width} elements apart"
+    _expect_stride(name, cache.stride(0) >= page_size * width, pages, accepted, cache)
+
+
+def check_token_to_request(query_start_loc: Tensor, num_tokens: int) -> None:
+    _check_tensor("query_start_loc", query_start_loc, INT32, 1, query_start_loc.device)
+    _check_at_least("query_start_loc's length", query_start_loc.shape[0], 1)
+    _check_at_least("num_tokens", num_tokens, 0)
+
+
+def check_compressed_slot_mapping(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    states_per_page: int,
+    compress_ratio: int,
+    slot_mapping: Tensor | None,
+    dcp_world_size: int,
+    dcp_rank: int,
+    cp_interleave: int,
+) -> None:
+    _check_batch(query_start_loc, seq_lens)
+    _check_tensor("block_table", block_table, INT32, 2, query_start_loc.device)
+    _check_at_least("num_tokens", num_tokens, 0)
+    _check_states(states_per_page, compress_ratio, dcp_world_size, dcp_rank, cp_interleave)
+    if slot_mapping is not None:
+        _check_tensor("slot_mapping", slot_mapping, SLOT_DTYPES, 1, query_start_loc.device)
+        _check_holds("slot_mapping", slot_mapping, num_tokens)
+
+
+def check_compressed_slot_mapping_out(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    *options: object,
+    out: Tensor,
+) -> None:
+    check_compressed_slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, *options)  # type: ignore[arg-type]
+    _check_tensor("out", out, (torch.int64,), 1, query_start_loc.device)
+    _check_holds("out", out, num_tokens)
+
+
+def check_dcp_local_seq_lens(
+    seq_lens: Tensor, compress_ratio: int, dcp_world_size: int, dcp_rank: int, cp_interleave: int
+) -> None:
+    _check_tensor("seq_lens", seq_lens, INT32, 1, seq_lens.device)
+    _check_at_least("compress_ratio", compress_ratio, 1)
+    _check_dcp(dcp_world_size, dcp_rank, cp_interleave)
+
+
+def check_sliding_window_indices(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    page_size: int,
+    window: int,
+    width: int | None,
+    causal: bool,
+    replay_start: Tensor | None,
+) -> None:
+    _check_batch(query_start_loc, seq_lens)
+    _check_tensor("block_table", block_table, INT32, 2, query_start_loc.device)
+    _check_at_least("num_tokens", num_tokens, 0)
+    _check_at_least("page_size", page_size, 1)
+    _check_at_least("window", window, 1)
+    if causal:
+        accepted = f"at least window = {window}, or None"
+        _expect(width is None or width >= window, "width", accepted, width)
+    else:
+        accepted = "window plus the draft block, rounded up to 64, when causal=False"
+        _expect(width is not None and width >= 1, "width", accepted, width)
+    if replay_start is not None:
+        _check_tensor("replay_start", replay_start, INT32, 1, query_start_loc.device)
+        _check_size("replay_start", replay_start, 0, seq_lens.shape[0], "len(seq_lens)")
+
+
+def check_sliding_window_indices_out(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    page_size: int,
+    window: int,
+    width: int | None,
+    causal: bool,
+    replay_start: Tensor | None,
+    *,
+    out: Tensor,
+    lens: Tensor,
+) -> None:
+    check_sliding_window_indices(
+        query_start_loc,
+        seq_lens,
+        block_table,
+        num_tokens,
+        page_size,
+        window,
+        width,
+        causal,
+        replay_start,
+    )
+    _check_index_out(out, lens, num_tokens, window if width is None else width, seq_lens.device)
+
+
+def _check_index_out(
+    out: Tensor, lens: Tensor, num_tokens: int, width: int, device: torch.device
+) -> None:
+    _check_tensor("out", out, INT32, 2, device)
+    _check_holds("out", out, num_tokens)
+    _check_size("out", out, 1, width, "index width")
+    _check_tensor("lens", lens, INT32, 1, device)
+    _check_size("lens", lens, 0, out.shape[0], "rows of out")
+
+
+def check_topk_to_slots(
+    topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    states_per_page: int,
+    compress_ratio: int,
+    dcp_world_size: int,
+    dcp_rank: int,
+    cp_interleave: int,
+) -> None:
+    _check_tensor("topk_indices", topk_indices, SLOT_DTYPES, 2, query_start_loc.device)
+    _check_batch(query_start_loc, seq_lens)
+    _check_tensor("block_table", block_table, INT32, 2, query_start_loc.device)
+    _check_states(states_per_page, compress_ratio, dcp_world_size, dcp_rank, cp_interleave)
+
+
+def check_topk_to_slots_out(
+    topk_indices: Tensor, *options: object, out: Tensor, lens: Tensor
+) -> None:
+    check_topk_to_slots(topk_indices, *options)  # type: ignore[arg-type]
+    num_tokens, width = topk_indices.shape
+    _check_index_out(out, lens, num_tokens, width, topk_indices.device)
+
+
+def check_kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
+    _check_tensor("kv", kv, (torch.bfloat16,), 2, cache.device)
+    _check_size("kv", kv, 1, HEAD_DIM, "head_dim")
+    _check_tensor("slot_mapping", slot_mapping, SLOT_DTYPES, 1, cache.device)
+    _check_size("slot_mapping", slot_mapping, 0, kv.shape[0], "rows of kv")
+    _check_cache("cache", cache, cache.device)
+
+
+def check_kv_cache_gather(cache: Tensor, slots: Tensor) -> None:
+    _check_cache("cache", cache, cache.device)
+    _check_tensor("slots", slots, SLOT_DTYPES, 1, cache.device)
+
+
+def check_sparse_mla_decode(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    cache: Tensor | None,
+    topk_indices: Tensor | None,
+    topk_lens: Tensor | None,
+    attn_sink: Tensor | None,
+    softmax_scale: float,
+    batch_invariant: bool,
+) -> None:
+    _check_tensor("q", q, (torch.bfloat16,), 3, q.device)
+    num_tokens, num_heads, _ = q.shape
+    _check_size("q", q, 2, HEAD_DIM, "head_dim")
+    _check_at_least("q's number of heads", num_heads, 1)
+    _expect(num_heads <= MAX_HEADS, "q", f"1 to {MAX_HEADS} heads", f"shape {tuple(q.shape)}")
+    _check_cache("swa_cache", swa_cache, q.device)
+    _check_rows("swa_indices", swa_indices, "swa_lens", swa_lens, num_tokens, q.device)
+    if cache is not None and topk_indices is not None and topk_lens is not None:
+        _check_cache("cache", cache, q.device)
+        _check_rows("topk_indices", topk_indices, "topk_lens", topk_lens, num_tokens, q.device)
+    else:
+        given = {"cache": cache, "topk_indices": topk_indices, "topk_lens": topk_lens}
+        missing = [name for name, tensor in given.items() if tensor is None]
+        accepted = "cache, topk_indices and topk_lens together, or none of them"
+        _expect(len(missing) == len(given), " and ".join(missing), accepted, "None")
+    if attn_sink is not None:
+        _check_tensor("attn_sink", attn_sink, (torch.float32,), 1, q.device)
+        _check_size("attn_sink", attn_sink, 0, num_heads, "heads")
+
+
+def _check_rows(
+    name: str, indices: Tensor, lens_name: str, lens: Tensor, num_tokens: int, device: torch.device
+) -> None:
+    _check_tensor(name, indices, INT32, 2, device)
+    _check_size(name, indices, 0, num_tokens, "tokens")
+    _check_tensor(lens_name, lens, INT32, 1, device)
+    _check_size(lens_name, lens, 0, num_tokens, "tokens")
+
+
+def check_sparse_mla_decode_out(q: Tensor, *options: object, out: Tensor, lse: Tensor) -> None:
+    check_sparse_mla_decode(q, *options)  # type: ignore[arg-type]
+    num_tokens, num_heads, _ = q.shape
+    _check_tensor("out", out, (torch.bfloat16,), 3, q.device)
+    _check_holds("out", out, num_tokens)
+    _check_size("out", out, 1, num_heads, "heads")
+    _check_size("out", out, 2, HEAD_DIM, "head_dim")
+    _check_tensor("lse", lse, (torch.float32,), 2, q.device)
+    _check_holds("lse", lse, num_tokens)
+    _check_size("lse", lse, 1, num_heads, "heads")
+
+
+def check_merge_attention_states(outs: Tensor, lses: Tensor, attn_sink: Tensor | None) -> None:
+    _check_tensor("outs", outs, (torch.bfloat16, torch.float32), 4, outs.device)
+    _check_size("outs", outs, 3, HEAD_DIM, "head_dim")
+    _check_tensor("lses", lses, (torch.float32,), 3, outs.device)
+    for dim, what in enumerate(("ranks", "tokens", "heads")):
+        _check_size("lses", lses, dim, outs.shape[dim], what)
+    if attn_sink is not None:
+        _check_tensor("attn_sink", attn_sink, (torch.float32,), 1, outs.device)
+        _check_size("attn_sink", attn_sink, 0, outs.shape[2], "heads")

@@ -1,0 +1,75 @@
+"""One ``fake_<op>`` per op that returns tensors: what it returns, without data.
+
+Arguments arrive complete and checked (see ``ops.py``). Nothing branches on a size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv41ops.layouts import HEAD_DIM
+
+
+def fake_token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    return query_start_loc.new_empty((num_tokens,), dtype=torch.int32)
+
+
+def fake_compressed_slot_mapping(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    *options: object,
+) -> Tensor:
+    return query_start_loc.new_empty((num_tokens,), dtype=torch.int64)
+
+
+def fake_dcp_local_seq_lens(seq_lens: Tensor, *options: object) -> Tensor:
+    return seq_lens.new_empty((seq_lens.shape[0],), dtype=torch.int32)
+
+
+def fake_sliding_window_indices(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    num_tokens: int,
+    page_size: int,
+    window: int,
+    width: int | None,
+    *options: object,
+) -> tuple[Tensor, Tensor]:
+    return _index_rows(query_start_loc, num_tokens, window if width is None else width)
+
+
+def fake_topk_to_slots(topk_indices: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    return _index_rows(topk_indices, topk_indices.shape[0], topk_indices.shape[1])
+
+
+def _index_rows(like: Tensor, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    return (
+        like.new_empty((num_tokens, width), dtype=torch.int32),
+        like.new_empty((num_tokens,), dtype=torch.int32),
+    )
+
+
+def fake_kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
+    return cache.new_empty((slots.shape[0], HEAD_DIM), dtype=torch.bfloat16)
+
+
+def fake_sparse_mla_decode(q: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, head_dim = q.shape
+    return (
+        q.new_empty((num_tokens, num_heads, head_dim)),
+        q.new_empty((num_tokens, num_heads), dtype=torch.float32),
+    )
+
+
+def fake_merge_attention_states(
+    outs: Tensor, lses: Tensor, attn_sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    _, num_tokens, num_heads, head_dim = outs.shape
+    return (
+        outs.new_empty((num_tokens, num_heads, head_dim)),
+        lses.new_empty((num_tokens, num_heads)),
+    )

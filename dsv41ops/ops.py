@@ -1,0 +1,88 @@
+"""Register every op under ``torch.ops.dsv41``: schema, fake, and CPU and CUDA implementations.
+
+An implementation is its check, then the plain-PyTorch reference, which makes no host sync and so
+serves CUDA tensors too. The names tie it together: op ``x`` has ``checks.check_x``,
+``fakes.fake_x`` and ``x`` in ``reference/``; ``x_out`` runs the same reference and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv41ops import checks, fakes
+from dsv41ops.reference import attention, index, kv_cache
+from dsv41ops.schemas import SCHEMAS
+
+Kernel = Callable[..., Any]
+
+# Held for the life of the process: an op is deregistered with its library.
+LIBRARY = torch.library.Library("dsv41", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+# What an index op's out-form writes past the tokens of the step, per buffer.
+PADDING = {
+    "compressed_slot_mapping": {"out": -1},
+    "sliding_window_indices": {"out": -1, "lens": 0},
+    "topk_to_slots": {"out": -1, "lens": 0},
+}
+
+
+def _reference(op: str) -> Kernel:
+    for module in (index, kv_cache, attention):
+        if hasattr(module, op):
+            return getattr(module, op)  # type: ignore[no-any-return]
+    raise AssertionError(f"no reference for {op}")
+
+
+def _out_form(op: str) -> Kernel:
+    run, padding = _reference(op), PADDING.get(op, {})
+
+    def write(*args: Any, **buffers: torch.Tensor) -> None:
+        results = run(*args)
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        for result, (name, buffer) in zip(results, buffers.items(), strict=True):
+            num_tokens = result.shape[0]
+            buffer[:num_tokens].copy_(result)
+            if name in padding:
+                buffer[num_tokens:].fill_(padding[name])
+
+    return write
+
+
+def _nothing(*args: Any, **buffers: torch.Tensor) -> None:
+    """The fake of an op that only writes."""
+
+
+def _checked(op: str, run: Kernel) -> Kernel:
+    """``run`` behind the op's check, with the schema's defaults filled in.
+
+    The dispatcher drops trailing arguments that equal their default.
+    """
+    check: Kernel = getattr(checks, f"check_{op}")
+    schema = torch.ops.dsv41.__getattr__(op).default._schema
+    defaults = [arg.default_value for arg in schema.arguments if not arg.kwarg_only]
+
+    def kernel(*args: Any, **buffers: torch.Tensor) -> Any:
+        args = (*args, *defaults[len(args) :])
+        check(*args, **buffers)
+        return run(*args, **buffers)
+
+    return kernel
+
+
+def _register(op: str, schema: str) -> None:
+    LIBRARY.define(op + schema, tags=TAGS)
+    run = _out_form(op.removesuffix("_out")) if op.endswith("_out") else _reference(op)
+    fake = _nothing if schema.endswith("-> ()") else getattr(fakes, f"fake_{op}")
+    implementation = _checked(op, run)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(op, implementation, key)
+    torch.library.register_fake(f"dsv41::{op}", _checked(op, fake), lib=LIBRARY)
+
+
+for _op, _schema in SCHEMAS.items():
+    _register(_op, _schema)

@@ -1,0 +1,37 @@
+"""KV insert and gather on a paged cache of any record."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv41ops.layouts import HEAD_DIM, record_of
+from dsv41ops.reference.records import decode, encode, read_rows, write_rows
+
+
+def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
+    record = record_of(cache)
+    num_tokens, num_slots = kv.shape[0], cache.shape[0] * cache.shape[1]
+    if num_tokens == 0 or num_slots == 0:
+        return
+    slots = slot_mapping.to(torch.int64)
+    valid = (slots >= 0) & (slots < num_slots)
+    # The number of valid tokens must not reach the host. So an invalid token repeats the first
+    # valid one's write, and where none is valid all of them write row 0's own bytes back.
+    token = torch.arange(num_tokens, device=kv.device)
+    source = torch.where(valid, token, valid.int().argmax(0))
+    any_valid = valid.any()
+    target = torch.where(any_valid, slots[source], 0)
+    rows = torch.where(any_valid, encode(kv[source], record), read_rows(cache, record, target))
+    write_rows(cache, record, target, rows)
+
+
+def kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """bf16 rows of the slots; zeros, and nothing read, for a slot outside the cache."""
+    num_slots = cache.shape[0] * cache.shape[1]
+    if num_slots == 0:
+        return cache.new_zeros((slots.shape[0], HEAD_DIM), dtype=torch.bfloat16)
+    record = record_of(cache)
+    valid = (slots >= 0) & (slots < num_slots)
+    rows = decode(read_rows(cache, record, torch.where(valid, slots, 0).to(torch.int64)), record)
+    return torch.where(valid[:, None], rows, 0)
