@@ -87,7 +87,8 @@ def _decode_e2m1(packed: Tensor) -> Tensor:
     # The e4m3 code of the same value: exponent bias 7 instead of 1, mantissa moved up.
     normal = (size << 2) + (6 << 3)
     e4m3 = torch.where(size > 1, normal, size * (6 << 3))
-    return _decode_e4m3(e4m3 | (sign << 4))
+    # Code 8, a negative zero, decodes to +0, as published decoders have it.
+    return _decode_e4m3(torch.where(size > 0, e4m3 | (sign << 4), 0))
 
 
 def _decode_e4m3(codes: Tensor) -> Tensor:
@@ -98,11 +99,12 @@ def _decode_e8m0(codes: Tensor) -> Tensor:
     """2^(code - 127); code 0 is the subnormal 2^-127, code 255 NaN."""
     bits = codes.to(torch.int32) << 23
     bits = torch.where(codes == 0, 1 << 22, bits)
-    return torch.where(codes == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
+    bits = torch.where(codes == E8M0_NAN, 0x7FC00000, bits)
+    return bits.view(torch.float32)
 
 
 def _scaled(values: Tensor, scales: Tensor, group: int) -> Tensor:
-    grouped = values.unflatten(1, (-1, group)) * scales[:, :, None]
+    grouped: Tensor = values.unflatten(1, (-1, group)) * scales[:, :, None]
     return grouped.flatten(1).to(torch.bfloat16)
 
 
