@@ -61,7 +61,7 @@ def _attend(
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(scores, 2)
     empty = ~visible.any(1)[:, None]
-    weights = torch.exp(scores - lse.masked_fill(empty, 0)[:, :, None])
+    weights = torch.softmax(scores.masked_fill(empty[:, :, None], 0), 2)
     out = torch.bmm(weights, rows)
     if attn_sink is not None:
         out = out * _sink_factor(lse, attn_sink)[:, :, None]
@@ -78,7 +78,8 @@ def merge_attention_states(
 ) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(lses, 0)
     empty = lse == -torch.inf
-    weights = torch.exp(lses - lse.masked_fill(empty, 0))
+    # Not exp(lse_i - lse): of large numbers, the rounding of lse alone would show.
+    weights = torch.softmax(lses.masked_fill(empty, 0), 0)
     # From -0.0, and -0.0 for a rank with nothing: x + -0.0 is x, bit for bit.
     out = torch.full(outs.shape[1:], -0.0, dtype=torch.float32, device=outs.device)
     for rank in range(outs.shape[0]):

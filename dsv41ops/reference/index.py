@@ -43,7 +43,7 @@ def compressed_slot_mapping(
 def dcp_local_seq_lens(
     seq_lens: Tensor, compress_ratio: int, dcp_world_size: int, dcp_rank: int, cp_interleave: int
 ) -> Tensor:
-    states = seq_lens.clamp(min=0) // compress_ratio
+    states = seq_lens.to(torch.int64).clamp(min=0) // compress_ratio
     stripe = cp_interleave * dcp_world_size
     rest = (states % stripe - dcp_rank * cp_interleave).clamp(0, cp_interleave)
     return (states // stripe * cp_interleave + rest).to(torch.int32)
