@@ -3,29 +3,57 @@
 Dimension letters: ``T`` tokens of this step (padding included), ``R`` requests, ``H`` query heads
 on this rank, ``P`` pages per request, ``K`` selected positions per token, ``W`` window width.
 Definitions: DeepSeek-V4.1 release; slot mapping and metadata as vLLM, attention as FlashMLA.
+
+Every function also raises ``TypeError`` for an argument of the wrong Python type.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 import dsv41ops.ops  # noqa: F401  (registers the ops)
 from dsv41ops.layouts import HEAD_DIM
+from dsv41ops.schemas import SCHEMAS
 
 Tensor = torch.Tensor
 
+# Schema type -> what a caller may pass, and its name in a message. A size may be symbolic.
+_ACCEPTED: dict[str, tuple[tuple[type, ...], str]] = {
+    "Tensor": ((Tensor,), "a torch.Tensor"),
+    "int": ((int, torch.SymInt), "an int"),
+    "float": ((float, int, torch.SymFloat), "a float"),
+    "bool": ((bool,), "a bool"),
+}
 
-def _require_tensors(**tensors: object) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+def _parameters(op: str) -> list[tuple[str, tuple[type, ...], str]]:
+    """Name, accepted types and their description of every argument of an op."""
+    found = []
+    for argument in getattr(torch.ops.dsv41, op).default._schema.arguments:
+        kind = str(argument.type)
+        types, accepted = _ACCEPTED[kind.removeprefix("Optional[").removesuffix("]")]
+        if kind.startswith("Optional"):
+            types, accepted = (*types, type(None)), f"{accepted} or None"
+        found.append((argument.name, types, accepted))
+    return found
 
 
-def _require_ints(**values: object) -> None:
-    # A tensor would be read back from its device: a host sync.
-    for name, value in values.items():
-        if not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+_PARAMETERS = {op: _parameters(op) for op in SCHEMAS}
+
+
+def _call(op: str, *args: object, **buffers: object) -> Any:
+    """Call an op; a wrong Python type is a TypeError before the dispatcher sees it.
+
+    A tensor passed for an int would otherwise be read back from its device, a host sync.
+    """
+    for (name, types, accepted), value in zip(
+        _PARAMETERS[op], (*args, *buffers.values()), strict=True
+    ):
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise TypeError(f"{name}: expected {accepted}, got {type(value).__name__}")
+    return getattr(torch.ops.dsv41, op)(*args, **buffers)
 
 
 def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
@@ -41,11 +69,9 @@ def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes or strides above, or ``num_tokens < 0``.
-        TypeError: ``num_tokens`` is not an int (a tensor would need a host sync).
     """
-    _require_tensors(query_start_loc=query_start_loc)
-    _require_ints(num_tokens=num_tokens)
-    return torch.ops.dsv41.token_to_request(query_start_loc, num_tokens)  # type: ignore[no-any-return]
+    result: Tensor = _call("token_to_request", query_start_loc, num_tokens)
+    return result
 
 
 def compressed_slot_mapping(
@@ -88,11 +114,9 @@ def compressed_slot_mapping(
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
-        TypeError: An argument has the wrong Python type.
     """
-    _require_tensors(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
-    _require_ints(num_tokens=num_tokens)
-    return torch.ops.dsv41.compressed_slot_mapping(  # type: ignore[no-any-return]
+    result: Tensor = _call(
+        "compressed_slot_mapping",
         query_start_loc,
         seq_lens,
         block_table,
@@ -104,6 +128,7 @@ def compressed_slot_mapping(
         dcp_rank,
         cp_interleave,
     )
+    return result
 
 
 def compressed_slot_mapping_out(
@@ -125,11 +150,8 @@ def compressed_slot_mapping_out(
     Args:
         out: ``[>= T]`` int64; written whole, -1 past T. The others are as in the functional form.
     """
-    _require_tensors(
-        query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, out=out
-    )
-    _require_ints(num_tokens=num_tokens)
-    torch.ops.dsv41.compressed_slot_mapping_out(
+    _call(
+        "compressed_slot_mapping_out",
         query_start_loc,
         seq_lens,
         block_table,
@@ -168,12 +190,16 @@ def dcp_local_seq_lens(
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
-        TypeError: ``seq_lens`` is not a tensor.
     """
-    _require_tensors(seq_lens=seq_lens)
-    return torch.ops.dsv41.dcp_local_seq_lens(  # type: ignore[no-any-return]
-        seq_lens, compress_ratio, dcp_world_size, dcp_rank, cp_interleave
+    result: Tensor = _call(
+        "dcp_local_seq_lens",
+        seq_lens,
+        compress_ratio,
+        dcp_world_size,
+        dcp_rank,
+        cp_interleave,
     )
+    return result
 
 
 def sliding_window_indices(
@@ -214,11 +240,9 @@ def sliding_window_indices(
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
-        TypeError: An argument has the wrong Python type.
     """
-    _require_tensors(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
-    _require_ints(num_tokens=num_tokens)
-    return torch.ops.dsv41.sliding_window_indices(  # type: ignore[no-any-return]
+    result: tuple[Tensor, Tensor] = _call(
+        "sliding_window_indices",
         query_start_loc,
         seq_lens,
         block_table,
@@ -229,6 +253,7 @@ def sliding_window_indices(
         causal,
         replay_start,
     )
+    return result
 
 
 def sliding_window_indices_out(
@@ -252,15 +277,8 @@ def sliding_window_indices_out(
         lens: ``[len(out)]`` int32; written whole, 0 past T. The others are as in the functional
             form.
     """
-    _require_tensors(
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        out=out,
-        lens=lens,
-    )
-    _require_ints(num_tokens=num_tokens)
-    torch.ops.dsv41.sliding_window_indices_out(
+    _call(
+        "sliding_window_indices_out",
         query_start_loc,
         seq_lens,
         block_table,
@@ -307,15 +325,9 @@ def topk_to_slots(
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes, strides or ranges above.
-        TypeError: An argument that must be a tensor is not.
     """
-    _require_tensors(
-        topk_indices=topk_indices,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_table=block_table,
-    )
-    return torch.ops.dsv41.topk_to_slots(  # type: ignore[no-any-return]
+    result: tuple[Tensor, Tensor] = _call(
+        "topk_to_slots",
         topk_indices,
         query_start_loc,
         seq_lens,
@@ -326,6 +338,7 @@ def topk_to_slots(
         dcp_rank,
         cp_interleave,
     )
+    return result
 
 
 def topk_to_slots_out(
@@ -349,15 +362,8 @@ def topk_to_slots_out(
         lens: ``[len(out)]`` int32; written whole, 0 past T. The others are as in the functional
             form.
     """
-    _require_tensors(
-        topk_indices=topk_indices,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        out=out,
-        lens=lens,
-    )
-    torch.ops.dsv41.topk_to_slots_out(
+    _call(
+        "topk_to_slots_out",
         topk_indices,
         query_start_loc,
         seq_lens,
@@ -389,10 +395,8 @@ def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes or strides above.
-        TypeError: An argument is not a tensor.
     """
-    _require_tensors(kv=kv, slot_mapping=slot_mapping, cache=cache)
-    torch.ops.dsv41.kv_cache_insert(kv, slot_mapping, cache)
+    _call("kv_cache_insert", kv, slot_mapping, cache)
 
 
 def kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
@@ -407,10 +411,9 @@ def kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes or strides above.
-        TypeError: An argument is not a tensor.
     """
-    _require_tensors(cache=cache, slots=slots)
-    return torch.ops.dsv41.kv_cache_gather(cache, slots)  # type: ignore[no-any-return]
+    result: Tensor = _call("kv_cache_gather", cache, slots)
+    return result
 
 
 def sparse_mla_decode(
@@ -453,10 +456,9 @@ def sparse_mla_decode(
     Raises:
         ValueError: An argument breaks the shapes, dtypes or strides above, or only some of
             ``cache``, ``topk_indices`` and ``topk_lens`` are given.
-        TypeError: An argument that must be a tensor is not.
     """
-    _require_tensors(q=q, swa_cache=swa_cache, swa_indices=swa_indices, swa_lens=swa_lens)
-    return torch.ops.dsv41.sparse_mla_decode(  # type: ignore[no-any-return]
+    result: tuple[Tensor, Tensor] = _call(
+        "sparse_mla_decode",
         q,
         swa_cache,
         swa_indices,
@@ -468,6 +470,7 @@ def sparse_mla_decode(
         softmax_scale,
         batch_invariant,
     )
+    return result
 
 
 def sparse_mla_decode_out(
@@ -492,10 +495,8 @@ def sparse_mla_decode_out(
         lse: ``[>= T, H]`` float32; rows past T are left alone. The others are as in the
             functional form.
     """
-    _require_tensors(
-        q=q, swa_cache=swa_cache, swa_indices=swa_indices, swa_lens=swa_lens, out=out, lse=lse
-    )
-    torch.ops.dsv41.sparse_mla_decode_out(
+    _call(
+        "sparse_mla_decode_out",
         q,
         swa_cache,
         swa_indices,
@@ -530,7 +531,6 @@ def merge_attention_states(
 
     Raises:
         ValueError: An argument breaks the shapes, dtypes or strides above.
-        TypeError: ``outs`` or ``lses`` is not a tensor.
     """
-    _require_tensors(outs=outs, lses=lses)
-    return torch.ops.dsv41.merge_attention_states(outs, lses, attn_sink)  # type: ignore[no-any-return]
+    result: tuple[Tensor, Tensor] = _call("merge_attention_states", outs, lses, attn_sink)
+    return result

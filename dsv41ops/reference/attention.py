@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv41ops.reference.kv_cache import kv_cache_gather
+from dsv41ops.reference.kv_cache import gather_rows
 
 # Rows decoded to f32 at a time: 128 MiB.
 ROWS_PER_CHUNK = 2**16
@@ -49,7 +49,7 @@ def _selected_rows(sources: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor
         num_slots = cache.shape[0] * cache.shape[1]
         seen = (column < lens[:, None]) & (indices >= 0) & (indices < num_slots)
         slots = torch.where(seen, indices, -1)
-        rows.append(kv_cache_gather(cache, slots.flatten()).unflatten(0, slots.shape).float())
+        rows.append(gather_rows(cache, slots.flatten()).float().unflatten(0, slots.shape))
         visible.append(seen)
     return torch.cat(rows, 1), torch.cat(visible, 1)
 

@@ -78,4 +78,6 @@ def pack_left(slots: Tensor) -> tuple[Tensor, Tensor]:
     packed = torch.full(
         (num_tokens, width + 1), -1, dtype=torch.int32, device=slots.device
     ).scatter_(1, target, slots.to(torch.int32))
-    return packed[:, :width].contiguous(), valid.sum(1, dtype=torch.int32)
+    # A copy always: with one row, the slice would pass for contiguous and keep its wider stride.
+    packed = packed[:, :width].clone(memory_format=torch.contiguous_format)
+    return packed, valid.sum(1, dtype=torch.int32)

@@ -27,11 +27,15 @@ def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
 
 
 def kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """bf16 rows of the slots; zeros, and nothing read, for a slot outside the cache."""
+    return gather_rows(cache, slots).to(torch.bfloat16)
+
+
+def gather_rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """``[N, 512]`` f32 or bf16 rows of the slots; zeros for a slot outside the cache."""
     num_slots = cache.shape[0] * cache.shape[1]
     if num_slots == 0:
-        return cache.new_zeros((slots.shape[0], HEAD_DIM), dtype=torch.bfloat16)
+        return cache.new_zeros((slots.shape[0], HEAD_DIM), dtype=torch.float32)
     record = record_of(cache)
     valid = (slots >= 0) & (slots < num_slots)
-    rows = decode(read_rows(cache, record, torch.where(valid, slots, 0).to(torch.int64)), record)
-    return torch.where(valid[:, None], rows, 0)
+    rows = read_rows(cache, record, torch.where(valid, slots, 0).to(torch.int64))
+    return decode(rows.masked_fill(~valid[:, None], 0), record)

@@ -32,7 +32,10 @@ def encode(rows: Tensor, record: KVRecord) -> Tensor:
 
 
 def decode(row_bytes: Tensor, record: KVRecord) -> Tensor:
-    """``[N, row_bytes]`` uint8 to ``[N, 512]`` bf16; exact."""
+    """``[N, row_bytes]`` uint8 to ``[N, 512]``, f32 or bf16, in either case exact in bf16.
+
+    Zero bytes give zeros.
+    """
     if record is BF16:
         return row_bytes.contiguous().view(torch.bfloat16)
     data, scales = row_bytes.split([record.data_bytes, record.scale_bytes], 1)
@@ -42,7 +45,8 @@ def decode(row_bytes: Tensor, record: KVRecord) -> Tensor:
         width = HEAD_DIM - ROPE_DIM
         scales = scales[:, : width // record.scale_group]
         nope = _scaled(_decode_e4m3(data[:, :width]), _decode_e8m0(scales), record.scale_group)
-        return torch.cat([nope, data[:, width:].contiguous().view(torch.bfloat16)], 1)
+        rope = data[:, width:].contiguous().view(torch.bfloat16)
+        return torch.cat([nope.to(torch.bfloat16), rope], 1)
     return _scaled(_decode_e4m3(data), _decode_e8m0(scales), record.scale_group)
 
 
@@ -92,7 +96,7 @@ def _decode_e2m1(packed: Tensor) -> Tensor:
 
 
 def _decode_e4m3(codes: Tensor) -> Tensor:
-    return codes.contiguous().view(torch.float8_e4m3fn).float()
+    return codes.view(torch.float8_e4m3fn).float()
 
 
 def _decode_e8m0(codes: Tensor) -> Tensor:
@@ -105,7 +109,7 @@ def _decode_e8m0(codes: Tensor) -> Tensor:
 
 def _scaled(values: Tensor, scales: Tensor, group: int) -> Tensor:
     grouped: Tensor = values.unflatten(1, (-1, group)) * scales[:, :, None]
-    return grouped.flatten(1).to(torch.bfloat16)
+    return grouped.flatten(1)
 
 
 def _row_parts(cache: Tensor, record: KVRecord) -> list[Tensor]:
@@ -126,7 +130,8 @@ def read_rows(cache: Tensor, record: KVRecord, slots: Tensor) -> Tensor:
     """``[N, row_bytes]`` of slots that are all inside the cache."""
     page_size = cache.shape[1]
     page, row = slots // page_size, slots % page_size
-    return torch.cat([part[page, row] for part in _row_parts(cache, record)], 1)
+    parts = [part[page, row] for part in _row_parts(cache, record)]
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def write_rows(cache: Tensor, record: KVRecord, slots: Tensor, row_bytes: Tensor) -> None:
