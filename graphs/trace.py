@@ -65,7 +65,7 @@ def _parse_row(fields: list[str], where: str) -> tuple[tuple[datetime, str], Tra
     return arrival, TraceRow(counts[0], counts[1], where)
 
 
-def sample_trace(num_requests: int = 20, seed: int = 0) -> list[TraceRow]:
+def sample_trace(num_requests: int = 16, seed: int = 0) -> list[TraceRow]:
     """Mostly short prompts, a few long ones, short answers: enough to mix every kind of step."""
     generator = random.Random(seed)
     return [
