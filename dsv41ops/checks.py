@@ -7,7 +7,7 @@ tracer instead of branching on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,46 +19,70 @@ SLOT_DTYPES = (torch.int32, torch.int64)
 MAX_HEADS = 128
 
 
-def _expect(condition: bool | torch.SymBool, name: str, accepted: str, came: object) -> None:
-    torch._check_value(condition, lambda: f"{name}: expected {accepted}, got {came}")
+def _expect(condition: bool | torch.SymBool, name: str, describe: Callable[[], str]) -> None:
+    """``describe`` says "<accepted>, got <what came>"; it runs only when it is needed."""
+    if condition is not True:
+        torch._check_value(condition, lambda: f"{name}: expected {describe()}")
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}"
 
 
 def _check_tensor(
     name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], ndim: int, device: torch.device
 ) -> None:
     """Dtype, rank, device, and a last dimension that lies densely."""
-    _expect(tensor.dtype in dtypes, name, " or ".join(map(str, dtypes)), tensor.dtype)
-    _expect(tensor.dim() == ndim, name, f"{ndim} dimensions", f"shape {tuple(tensor.shape)}")
-    _expect(tensor.device == device, name, f"a tensor on {device}", tensor.device)
+    _expect(
+        tensor.dtype in dtypes,
+        name,
+        lambda: f"{' or '.join(map(str, dtypes))}, got {tensor.dtype}",
+    )
+    _expect(tensor.dim() == ndim, name, lambda: f"{ndim} dimensions, got {_shape(tensor)}")
+    _check_device(name, tensor, device)
     _check_dense(name, tensor)
 
 
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    came = tensor.device
+    _expect(came == device, name, lambda: f"a tensor on {device}, got {came}")
+
+
 def _expect_stride(
-    name: str, holds: bool | torch.SymBool, size: int | torch.SymInt, accepted: str, tensor: Tensor
+    name: str,
+    holds: bool | torch.SymBool,
+    size: int | torch.SymInt,
+    accepted: Callable[[], str],
+    tensor: Tensor,
 ) -> None:
     # The stride of a dimension of one element is never used, so it may be anything.
     condition = size <= 1 if holds is False else holds
-    _expect(condition, name, accepted, f"shape {tuple(tensor.shape)}, stride {tensor.stride()}")
+    _expect(
+        condition, name, lambda: f"{accepted()}, got {_shape(tensor)}, stride {tensor.stride()}"
+    )
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    accepted = "stride 1 in the last dimension"
-    _expect_stride(name, tensor.stride(-1) == 1, tensor.shape[-1], accepted, tensor)
+    holds = tensor.stride(-1) == 1
+    _expect_stride(name, holds, tensor.shape[-1], lambda: "stride 1 in the last dimension", tensor)
 
 
 def _check_size(name: str, tensor: Tensor, dim: int, size: int | torch.SymInt, what: str) -> None:
-    came = f"shape {tuple(tensor.shape)}"
-    _expect(tensor.shape[dim] == size, name, f"{what} = {size} in dimension {dim}", came)
+    _expect(
+        tensor.shape[dim] == size,
+        name,
+        lambda: f"{what} = {size} in dimension {dim}, got {_shape(tensor)}",
+    )
 
 
 def _check_at_least(name: str, value: int | torch.SymInt, bound: int) -> None:
-    _expect(value >= bound, name, f"at least {bound}", value)
+    _expect(value >= bound, name, lambda: f"at least {bound}, got {value}")
 
 
 def _check_holds(name: str, tensor: Tensor, num_tokens: int | torch.SymInt) -> None:
     """A per-token buffer may be longer than this step's tokens, not shorter."""
-    came = f"shape {tuple(tensor.shape)}"
-    _expect(tensor.shape[0] >= num_tokens, name, f"at least {num_tokens} rows", came)
+    holds = tensor.shape[0] >= num_tokens
+    _expect(holds, name, lambda: f"at least {num_tokens} rows, got {_shape(tensor)}")
 
 
 def _check_batch(query_start_loc: Tensor, seq_lens: Tensor) -> None:
@@ -80,31 +104,42 @@ def _check_states(
         _expect(
             states_per_page % interleave == 0,
             "states_per_page",
-            f"a multiple of cp_interleave = {interleave} under DCP",
-            states_per_page,
+            lambda: f"a multiple of cp_interleave = {interleave} under DCP, got {states_per_page}",
         )
 
 
 def _check_dcp(world: int, rank: int, interleave: int) -> None:
     _check_at_least("dcp_world_size", world, 1)
-    _expect(0 <= rank < world, "dcp_rank", f"0 <= rank < dcp_world_size = {world}", rank)
+    _expect(
+        0 <= rank < world,
+        "dcp_rank",
+        lambda: f"0 <= rank < dcp_world_size = {world}, got {rank}",
+    )
     _check_at_least("cp_interleave", interleave, 1)
 
 
 def _check_cache(name: str, cache: Tensor, device: torch.device) -> None:
-    _expect(cache.dim() == 3, name, "3 dimensions", f"shape {tuple(cache.shape)}")
-    _expect(cache.device == device, name, f"a tensor on {device}", cache.device)
-    record = find_record(cache.dtype, int(cache.shape[2]))
-    accepted = ", ".join(f"{r.width} {r.dtype} ({r.name})" for r in RECORDS)
-    came = f"{int(cache.shape[2])} {cache.dtype}"
-    _expect(record is not None, name, f"a last dimension of {accepted}", came)
-    pages, page_size, width = cache.shape
+    _expect(cache.dim() == 3, name, lambda: f"3 dimensions, got {_shape(cache)}")
+    _check_device(name, cache, device)
+    pages, page_size, last = cache.shape
+    width = int(last)
+    _expect(
+        find_record(cache.dtype, width) is not None,
+        name,
+        lambda: f"a last dimension of {_accepted_records()}, got {width} {cache.dtype}",
+    )
     _check_at_least(f"{name}'s page size", page_size, 1)
     _check_dense(name, cache)
-    accepted = f"rows {width} elements apart"
-    _expect_stride(name, cache.stride(1) == width, page_size, accepted, cache)
-    accepted = f"pages at least {page_size * width} elements apart"
-    _expect_stride(name, cache.stride(0) >= page_size * width, pages, accepted, cache)
+    rows_adjoin = cache.stride(1) == width
+    _expect_stride(name, rows_adjoin, page_size, lambda: f"rows {width} elements apart", cache)
+    page = page_size * width
+    pages_apart = cache.stride(0) >= page
+    _expect_stride(name, pages_apart, pages, lambda: f"pages at least {page} elements apart", cache)
+
+
+def _accepted_records() -> str:
+    accepted = [f"{record.row_bytes} torch.uint8 ({record.name})" for record in RECORDS]
+    return ", ".join([*accepted, f"{HEAD_DIM} torch.bfloat16 (bf16)"])
 
 
 def check_token_to_request(query_start_loc: Tensor, num_tokens: int) -> None:
@@ -172,11 +207,13 @@ def check_sliding_window_indices(
     _check_at_least("page_size", page_size, 1)
     _check_at_least("window", window, 1)
     if causal:
-        accepted = f"at least window = {window}, or None"
-        _expect(width is None or width >= window, "width", accepted, width)
+        holds = width is None or width >= window
+        _expect(holds, "width", lambda: f"at least window = {window}, or None, got {width}")
     else:
+        # The least that is right depends on the longest query, which is not known here.
+        holds = width is not None and width >= 1
         accepted = "window plus the draft block, rounded up to 64, when causal=False"
-        _expect(width is not None and width >= 1, "width", accepted, width)
+        _expect(holds, "width", lambda: f"{accepted}, got {width}")
     if replay_start is not None:
         _check_tensor("replay_start", replay_start, INT32, 1, query_start_loc.device)
         _check_size("replay_start", replay_start, 0, seq_lens.shape[0], "len(seq_lens)")
@@ -274,7 +311,7 @@ def check_sparse_mla_decode(
     num_tokens, num_heads, _ = q.shape
     _check_size("q", q, 2, HEAD_DIM, "head_dim")
     _check_at_least("q's number of heads", num_heads, 1)
-    _expect(num_heads <= MAX_HEADS, "q", f"1 to {MAX_HEADS} heads", f"shape {tuple(q.shape)}")
+    _expect(num_heads <= MAX_HEADS, "q", lambda: f"1 to {MAX_HEADS} heads, got {_shape(q)}")
     _check_cache("swa_cache", swa_cache, q.device)
     _check_rows("swa_indices", swa_indices, "swa_lens", swa_lens, num_tokens, q.device)
     if cache is not None and topk_indices is not None and topk_lens is not None:
@@ -283,8 +320,11 @@ def check_sparse_mla_decode(
     else:
         given = {"cache": cache, "topk_indices": topk_indices, "topk_lens": topk_lens}
         missing = [name for name, tensor in given.items() if tensor is None]
-        accepted = "cache, topk_indices and topk_lens together, or none of them"
-        _expect(len(missing) == len(given), " and ".join(missing), accepted, "None")
+        _expect(
+            len(missing) == len(given),
+            " and ".join(missing),
+            lambda: "cache, topk_indices and topk_lens together, or none of them, got None",
+        )
     if attn_sink is not None:
         _check_tensor("attn_sink", attn_sink, (torch.float32,), 1, q.device)
         _check_size("attn_sink", attn_sink, 0, num_heads, "heads")

@@ -63,12 +63,15 @@ def record_named(name: str) -> KVRecord:
     raise ValueError(f"kv_cache_dtype: expected one of {', '.join(accepted)}; got {name!r}")
 
 
+_BY_LAST_DIMENSION = {
+    **{(torch.uint8, record.row_bytes): record for record in RECORDS},
+    **{(record.dtype, record.width): record for record in RECORDS},
+}
+
+
 def find_record(dtype: torch.dtype, width: int) -> KVRecord | None:
     """The record that a cache of this dtype and last dimension holds, or None."""
-    for record in RECORDS:
-        if (dtype, width) in ((record.dtype, record.width), (torch.uint8, record.row_bytes)):
-            return record
-    return None
+    return _BY_LAST_DIMENSION.get((dtype, width))
 
 
 def record_of(cache: Tensor) -> KVRecord:
