@@ -1,13 +1,16 @@
 """Register every op under ``torch.ops.dsv41``: schema, fake, and CPU and CUDA implementations.
 
-An implementation is its check, then the plain-PyTorch reference, which makes no host sync and so
-serves CUDA tensors too. The names tie it together: op ``x`` has ``checks.check_x``,
-``fakes.fake_x`` and ``x`` in ``reference/``; ``x_out`` runs the same reference and copies.
+An implementation is its check, then the plain-PyTorch reference on the CPU or a Triton launcher on
+CUDA. The names tie it together: op ``x`` has ``checks.check_x``, ``fakes.fake_x``, ``x`` in
+``reference/`` and ``launch_x`` in ``kernels/triton/x.py``; ``x_out`` runs the same code into the
+caller's buffers.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +56,22 @@ def _out_form(op: str) -> Kernel:
     return write
 
 
+@cache
+def _launcher(op: str) -> Kernel:
+    """An op's Triton launcher, imported at its first call: the package itself loads no triton."""
+    module = importlib.import_module(f"dsv41ops.kernels.triton.{op}")
+    return getattr(module, f"launch_{op}")  # type: ignore[no-any-return]
+
+
+def _cuda_form(op: str) -> Kernel:
+    def launch(*args: Any, **buffers: torch.Tensor) -> Any:
+        with torch.cuda.device(args[0].device):  # Triton launches on the current device
+            results = _launcher(op.removesuffix("_out"))(*args, **buffers)
+        return None if buffers else results
+
+    return launch
+
+
 def _nothing(*args: Any, **buffers: torch.Tensor) -> None:
     """The fake of an op that only writes."""
 
@@ -78,9 +97,8 @@ def _register(op: str, schema: str) -> None:
     LIBRARY.define(op + schema, tags=TAGS)
     run = _out_form(op.removesuffix("_out")) if op.endswith("_out") else _reference(op)
     fake = _nothing if schema.endswith("-> ()") else getattr(fakes, f"fake_{op}")
-    implementation = _checked(op, run)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(op, implementation, key)
+    LIBRARY.impl(op, _checked(op, run), "CPU")
+    LIBRARY.impl(op, _checked(op, _cuda_form(op)), "CUDA")
     torch.library.register_fake(f"dsv41::{op}", _checked(op, fake), lib=LIBRARY)
 
 

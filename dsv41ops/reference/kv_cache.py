@@ -11,19 +11,9 @@ from dsv41ops.reference.records import decode, encode, read_rows, write_rows
 
 def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
     record = record_of(cache)
-    num_tokens, num_slots = kv.shape[0], cache.shape[0] * cache.shape[1]
-    if num_tokens == 0 or num_slots == 0:
-        return
     slots = slot_mapping.to(torch.int64)
-    valid = (slots >= 0) & (slots < num_slots)
-    # The number of valid tokens must not reach the host. So an invalid token repeats the first
-    # valid one's write, and where none is valid all of them write row 0's own bytes back.
-    token = torch.arange(num_tokens, device=kv.device)
-    source = torch.where(valid, token, valid.int().argmax(0))
-    any_valid = valid.any()
-    target = torch.where(any_valid, slots[source], 0)
-    rows = torch.where(any_valid, encode(kv[source], record), read_rows(cache, record, target))
-    write_rows(cache, record, target, rows)
+    written = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    write_rows(cache, record, slots[written], encode(kv[written], record))
 
 
 def kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,3 +191,22 @@ def test_c11_pages_past_two_gib(record: str) -> None:
         )
     for got, want in zip(*results, strict=True):
         assert torch.equal(as_bits(got), as_bits(want))
+
+
+def test_c26_cold_kernel_in_capture_says_so() -> None:
+    """A variant that nothing ran before: a clear error, and the stream still works."""
+    script = """
+import torch, dsv41ops
+starts = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        dsv41ops.token_to_request(starts, 4)
+except RuntimeError as error:
+    print(error)
+print(dsv41ops.token_to_request(starts, 4).tolist())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert "not compiled yet, and a CUDA graph is being captured" in run.stdout, run.stderr
+    assert run.stdout.endswith("[0, 0, 0, -1]\n")

@@ -1,0 +1,51 @@
+"""States of each request that this rank owns."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv41ops.kernels.triton.common import kernel, stripe_of
+
+BLOCK = 128
+
+
+@kernel
+def _dcp_local_seq_lens_kernel(
+    seq_lens_ptr,
+    num_requests,
+    compress_ratio,
+    stripe,
+    first_owned,
+    interleave,
+    out_ptr,
+    BLOCK: tl.constexpr,
+):
+    """One program per BLOCK requests."""
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = request < num_requests
+    seq_len = tl.load(seq_lens_ptr + request, mask=real, other=0)
+    states = tl.maximum(seq_len, 0) // compress_ratio
+    rest = states % stripe - first_owned
+    rest = tl.minimum(tl.maximum(rest, 0), interleave)
+    owned = states // stripe * interleave + rest
+    tl.store(out_ptr + request, owned.to(tl.int32), mask=real)
+
+
+def launch_dcp_local_seq_lens(
+    seq_lens: Tensor, compress_ratio: int, dcp_world_size: int, dcp_rank: int, cp_interleave: int
+) -> Tensor:
+    num_requests = seq_lens.shape[0]
+    out = seq_lens.new_empty((num_requests,), dtype=torch.int32)
+    if num_requests > 0:
+        _dcp_local_seq_lens_kernel[(triton.cdiv(num_requests, BLOCK),)](
+            seq_lens,
+            num_requests,
+            compress_ratio,
+            stripe_of(dcp_world_size, cp_interleave),
+            stripe_of(dcp_rank, cp_interleave),
+            cp_interleave,
+            out,
+            BLOCK=BLOCK,
+        )
+    return out

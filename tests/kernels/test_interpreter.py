@@ -1,0 +1,29 @@
+"""The Triton kernels on CPU tensors, in Triton's interpreter.
+
+A process of its own: a kernel is interpreted or compiled for as long as its module lives.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "interpreted"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_interpreted() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER)],
+        cwd=FOLDER.parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
