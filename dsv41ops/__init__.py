@@ -1,7 +1,8 @@
 """DeepSeek-V4.1 sparse MLA, slot mapping, index and KV-cache ops for compiled PyTorch models.
 
 Importing the package registers every op under ``torch.ops.dsv41``; the functions here are the
-same ops with defaults and documentation. What an engine asks for is in ``dsv41ops.backend``.
+same ops with defaults and documentation, and ``warmup``, which compiles their kernels. What an
+engine asks for is in ``dsv41ops.backend``, a CUDA-graph runner in ``dsv41ops.capture``.
 """
 
 from dsv41ops.api import (
@@ -20,6 +21,7 @@ from dsv41ops.api import (
     topk_to_slots_out,
 )
 from dsv41ops.layouts import new_kv_cache
+from dsv41ops.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -38,4 +40,5 @@ __all__ = [
     "token_to_request",
     "topk_to_slots",
     "topk_to_slots_out",
+    "warmup",
 ]

@@ -1,23 +1,27 @@
 """``python -m graphs.decode``: a DeepSeek-V4.1 attention stack as a compiled decode loop.
 
 Runs a request trace through continuous batching, every step padded to a fixed bucket and run by
-one compiled graph, and compares what came out with a dense float64 reference.
+one compiled graph, on CUDA also one captured CUDA graph per bucket, and compares what came out
+with a dense float64 reference.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import sysconfig
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
+from dsv41ops.capture import GraphRunner, pick_bucket
 from graphs.batch import CacheGeometry, StepInputs
 from graphs.check import Checker, Comparison
 from graphs.config import ConfigError, ModelConfig, load_config
@@ -58,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"graphs.decode: {error}", file=sys.stderr)
         return 2
     with torch.no_grad():
-        return run(config, geometry, rows, device, args.seed)
+        return run(config, geometry, rows, device, args.seed, args.compile)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -75,6 +79,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="tokens that the compressed page pool holds (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if present")
+    parser.add_argument(
+        "--no-compile",
+        dest="compile",
+        action="store_false",
+        help="run the step without torch.compile; on CUDA it is captured all the same",
+    )
     parser.add_argument("--seed", type=int, default=0, help="weights, prompts, sample trace")
     return parser.parse_args(argv)
 
@@ -150,6 +160,7 @@ def pick_backend(device: torch.device) -> str:
 
 
 Step = Callable[[StepInputs], StepOutputs]
+RunBucket = Callable[[int], StepOutputs]  # a bucket whose inputs are filled
 
 
 def run(
@@ -158,25 +169,28 @@ def run(
     rows: list[TraceRow],
     device: torch.device,
     seed: int,
+    compiled: bool,
 ) -> int:
-    backend = pick_backend(device)
-    model = DecodeModel(config, geometry).to(device)
+    backend = pick_backend(device) if compiled else "eager step"
+    with torch.device(device):
+        model = DecodeModel(config, geometry)
     randomise(model, seed)
     requests = make_requests(rows, config.vocab_size, seed)
     checker = Checker(sample_requests(requests))
     buffers = {bucket: StepBuffers(bucket, geometry, device) for bucket in BUCKETS}
     counters.clear()
-    step: Step = torch.compile(model, fullgraph=True, backend=backend)
+    step: Step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
     print(f"device {device}, {config.num_hidden_layers} layers, {len(requests)} requests")
-    print(f"compiling ({backend}; a minute or two on a CPU) ...", flush=True)
+    print(f"warming up ({backend}; a compile takes a minute or two) ...", flush=True)
     started = time.perf_counter()
     try:
         warm_up(step, buffers)
-        compile_seconds = time.perf_counter() - started
+        warm_up_seconds = time.perf_counter() - started
         compiles = counters["stats"]["unique_graphs"]
-        print(f"compiled in {compile_seconds:.0f} s", flush=True)
+        print(f"warm after {warm_up_seconds:.0f} s", flush=True)
+        run_bucket, num_captured = capture(step, buffers, device)
         loop = DecodeLoop(
-            step,
+            run_bucket,
             buffers,
             Scheduler(requests, geometry, config.sliding_window, BUCKETS[-1]),
             checker,
@@ -191,7 +205,13 @@ def run(
     comparison = checker.compare(config, dict(weights), reference)
     recompiles = counters["stats"]["unique_graphs"] - compiles
     breaks = sum(counters["graph_break"].values())
-    print_table(loop, comparison, backend, compiles, compile_seconds, breaks, recompiles)
+    made = {
+        "compiles": f"{compiles} ({backend}, {warm_up_seconds:.0f} s)",
+        "graph breaks": f"{breaks}",
+        "recompiles after warm-up": f"{recompiles}",
+        "captured CUDA graphs": f"{num_captured}",
+    }
+    print_table(loop, comparison, made)
     return judge(comparison, breaks, recompiles)
 
 
@@ -209,31 +229,45 @@ def warm_up(step: Step, buffers: dict[int, StepBuffers]) -> None:
         step(bucket.fill([]))
 
 
+def capture(
+    step: Step, buffers: dict[int, StepBuffers], device: torch.device
+) -> tuple[RunBucket, int]:
+    """How to run a filled bucket, and the number of captured graphs: one per bucket on CUDA."""
+    inputs = {size: bucket.inputs for size, bucket in buffers.items()}
+    if device.type == "cuda":
+        runner = GraphRunner(step, inputs, device)
+        return runner.run, len(runner.sizes)
+    return lambda bucket: step(inputs[bucket]), 0
+
+
 class DecodeLoop:
     """Schedule, fill a bucket, step; the sampled token stays on the device for the next step."""
 
     def __init__(
-        self, step: Step, buffers: dict[int, StepBuffers], scheduler: Scheduler, checker: Checker
+        self,
+        run_bucket: RunBucket,
+        buffers: dict[int, StepBuffers],
+        scheduler: Scheduler,
+        checker: Checker,
     ) -> None:
-        self.step, self.buffers = step, buffers
+        self.run_bucket, self.buffers = run_bucket, buffers
         self.scheduler, self.checker = scheduler, checker
         self.num_steps = self.num_tokens = 0
-        self.seconds = 0.0
+        self.seconds: defaultdict[int, list[float]] = defaultdict(list)  # of each bucket's steps
         self.mixes: Counter[str] = Counter()
-        self.buckets: Counter[int] = Counter()
 
     def run(self, total_tokens: int) -> None:
         while plan := self.scheduler.next_step():
             num_tokens = sum(part.num_tokens for part in plan)
-            bucket = next(size for size in self.buffers if size >= num_tokens)
+            bucket = pick_bucket(self.buffers, num_tokens)
             started = time.perf_counter()
-            outputs = self.step(self.buffers[bucket].fill(plan))
+            self.buffers[bucket].fill(plan)
+            outputs = self.run_bucket(bucket)
             if outputs.next_token.is_cuda:
                 torch.cuda.synchronize()
-            self.seconds += time.perf_counter() - started
-            self.checker.record(self.num_steps, plan, outputs)
+            self.seconds[bucket].append(time.perf_counter() - started)
+            self.checker.record(self.num_steps, plan, outputs)  # a replay overwrites the outputs
             self.mixes[name_mix(plan)] += 1
-            self.buckets[bucket] += 1
             self.num_steps += 1
             self.num_tokens += num_tokens
             self.scheduler.finish_step(plan)
@@ -256,28 +290,21 @@ def show_progress(done: int, total: int, step: int) -> None:
         print(f"step {step}: {done}/{total} tokens", flush=True)
 
 
-def print_table(
-    loop: DecodeLoop,
-    comparison: Comparison,
-    backend: str,
-    compiles: int,
-    compile_seconds: float,
-    breaks: int,
-    recompiles: int,
-) -> None:
-    def join(counts: Counter) -> str:
-        return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+def print_table(loop: DecodeLoop, comparison: Comparison, made: dict[str, str]) -> None:
+    def join(values: Mapping[Any, object]) -> str:
+        return ", ".join(f"{name} {value}" for name, value in sorted(values.items()))
 
+    seconds = loop.seconds
+    medians = {size: f"{1e3 * statistics.median(times):.2f}" for size, times in seconds.items()}
     table = {
         "steps": f"{loop.num_steps}",
         "tokens": f"{loop.num_tokens}",
         "steps by batch mix": join(loop.mixes),
-        "steps by bucket": join(loop.buckets),
+        "steps by bucket": join({size: len(times) for size, times in seconds.items()}),
         "steps with requests waiting for pages": f"{loop.scheduler.num_steps_pool_full}",
-        "compiles": f"{compiles} ({backend}, {compile_seconds:.0f} s)",
-        "graph breaks": f"{breaks}",
-        "recompiles after warm-up": f"{recompiles}",
-        "tokens/s": f"{loop.num_tokens / loop.seconds:.1f}",
+        **made,
+        "ms per step by bucket (median)": join(medians),
+        "tokens/s": f"{loop.num_tokens / sum(map(sum, seconds.values())):.1f}",
         "compared with the dense reference": (
             f"{comparison.num_tokens} tokens of {len(comparison.steps)} steps"
         ),

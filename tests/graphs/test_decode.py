@@ -69,9 +69,9 @@ def test_inductor_run(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     for line in ("graph breaks", "recompiles after warm-up", "largest difference", "tokens/s"):
         assert line in printed
-    table = dict(line.split("  ", 1) for line in printed.splitlines() if "  " in line)
-    table = {name: value.strip() for name, value in table.items()}
+    table = read_table(printed)
     assert table["compiles"].startswith("1 ")
+    assert table["captured CUDA graphs"] == "0"
     assert table["graph breaks"] == table["recompiles after warm-up"] == "0"
     assert table["tokens"] == "91"
     assert {mix.split()[0] for mix in table["steps by batch mix"].split(", ")} >= {
@@ -79,6 +79,32 @@ def test_inductor_run(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> No
         "mixed",
     }
     assert printed.rstrip().endswith("OK")
+
+
+def read_table(printed: str) -> dict[str, str]:
+    rows = (line.split("  ", 1) for line in printed.splitlines() if "  " in line)
+    return {name: value.strip() for name, value in rows}
+
+
+def test_eager_run(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode.main([*tiny, "--no-compile"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert table["compiles"].startswith("0 (eager step, ")
+    assert re.fullmatch(r"8 [\d.]+, 64 [\d.]+", table["ms per step by bucket (median)"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compiles", [1, 0])
+def test_captured_run(tiny: list[str], compiles: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CUDA every step is a replay, of a compiled step or of an eager one."""
+    options = ["--device", "cuda"] if compiles else ["--device", "cuda", "--no-compile"]
+    assert decode.main([*tiny, *options]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert table["compiles"].startswith(f"{compiles} ")
+    assert table["captured CUDA graphs"] == str(len(decode.BUCKETS))
+    assert table["graph breaks"] == table["recompiles after warm-up"] == "0"
+    assert table["tokens"] == "91"
 
 
 @pytest.mark.usefixtures("eager_backend")

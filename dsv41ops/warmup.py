@@ -1,0 +1,234 @@
+"""Compile ahead of time every kernel variant that a configuration's ops may launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsv41ops import api
+from dsv41ops.checks import MAX_HEADS, SLOT_DTYPES
+from dsv41ops.configs import DecodeConfig, DecodeProblem, decode_config
+from dsv41ops.layouts import HEAD_DIM, new_kv_cache, record_named
+
+PAGE_SIZE = 32  # of the dummy caches; no variant depends on it
+
+
+def warmup(
+    num_heads: int,
+    swa_cache_dtype: str = "auto",
+    cache_dtype: str | None = None,
+    *,
+    window_width: int = 128,
+    draft_width: int | None = None,
+    topk: int = 512,
+    max_num_tokens: int = 8192,
+    attn_sink: bool = True,
+    batch_invariant: bool = False,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    cp_interleave: int = 1,
+    unaligned: bool = False,
+    device: torch.device | str | None = None,
+) -> None:
+    """Compile every kernel variant that a configuration needs, by running it on tiny tensors.
+
+    Call it once per configuration before CUDA graphs are captured: a kernel that is not compiled
+    when a capture needs it is an error. All ops are covered for the records and widths given, with
+    int32 and int64 slots and selections, with and without each optional tensor that an engine may
+    leave out, in functional and ``_out`` form, with and without the compressed cache (a model has
+    layers of both kinds). Calling it again costs some launches and compiles nothing.
+
+    Args:
+        num_heads: ``H``, query heads on this rank, 1 to 128.
+        swa_cache_dtype: Record of the window caches, as :func:`new_kv_cache` names it.
+        cache_dtype: Record of the compressed caches; None if the model has none.
+        window_width: Columns of the causal window indices.
+        draft_width: Columns of the non-causal ones (draft blocks); None if there are none.
+        topk: Columns of the selection, at least 1; unused without a compressed cache.
+        max_num_tokens: The largest step. The number of splits follows a step's tokens.
+        attn_sink: Whether attention has sinks. Under DCP the variants without are compiled too,
+            as the merge applies them.
+        batch_invariant: As attention will be called.
+        dcp_world_size: DCP ranks; above 1 also the merge of so many states.
+        dcp_rank: This rank.
+        cp_interleave: States in one run of a rank.
+        unaligned: Also compile for caches and queries that do not begin at, or step by, multiples
+            of 16 bytes. Tensors that torch or :func:`new_kv_cache` allocates do, and whole rows
+            sliced from them.
+        device: A CUDA device, torch's current one when None. On a CPU there is nothing to
+            compile, and only the arguments are checked.
+
+    Raises:
+        TypeError: A number of the wrong Python type.
+        ValueError: An argument out of range, or an unknown record.
+        RuntimeError: Called while a CUDA graph is captured.
+    """
+    # Imported here, as the package itself loads no backend.
+    from dsv41ops.backend.arguments import require_int
+    from dsv41ops.backend.dcp import DCPGeometry
+
+    if require_int("num_heads", num_heads, 1) > MAX_HEADS:
+        raise ValueError(f"num_heads: expected at most {MAX_HEADS}, got {num_heads}")
+    require_int("window_width", window_width, 1)
+    require_int("topk", topk, 1)
+    require_int("max_num_tokens", max_num_tokens, 1)
+    widths = [window_width]
+    if draft_width is not None:
+        widths.append(require_int("draft_width", draft_width, 1))
+    DCPGeometry(dcp_world_size, dcp_rank, cp_interleave)
+    records = [record_named(swa_cache_dtype).name]
+    if cache_dtype is not None:
+        records.append(record_named(cache_dtype).name)
+    device = _cuda_device(device)
+    if device is None:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("warmup: called while a CUDA graph is captured; call it before")
+
+    dcp = (dcp_world_size, dcp_rank, cp_interleave)
+    topk_widths = (0,) if cache_dtype is None else (0, topk)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    with torch.no_grad(), torch.cuda.device(device):
+        _run_index_ops(window_width, draft_width, topk_widths[-1], dcp, device)
+        for aligned in (True, False) if unaligned else (True,):
+            caches = [_cache(record, aligned, device) for record in records]
+            _run_cache_ops(caches, device)
+            for topk_width in topk_widths:
+                problems = [
+                    DecodeProblem(
+                        num_tokens, num_heads, width, topk_width, num_sms, batch_invariant
+                    )
+                    for width in widths
+                    for num_tokens in range(1, max_num_tokens + 1)
+                ]
+                _run_decode(
+                    num_heads,
+                    caches[0],
+                    caches[-1] if topk_width else None,
+                    {attn_sink, attn_sink and dcp_world_size == 1},
+                    decode_variants(problems),
+                )
+            if dcp_world_size > 1:
+                _run_merge(dcp_world_size, num_heads, attn_sink, aligned, device)
+        torch.cuda.synchronize()  # a fault in a kernel is warmup's, not the next call's
+
+
+def decode_variants(problems: Iterable[DecodeProblem]) -> set[DecodeConfig]:
+    """The decode configurations of these problems; any number of splits above 1 is one variant."""
+    configs = {decode_config(problem) for problem in problems}
+    return {replace(config, num_splits=min(config.num_splits, 2)) for config in configs}
+
+
+def _cuda_device(device: torch.device | str | None) -> torch.device | None:
+    """With its index; None for a CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected a CUDA device or a CPU, got {device}")
+    if device.type == "cpu":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.device("cuda", index)
+
+
+def _cache(record: str, aligned: bool, device: torch.device) -> Tensor:
+    """One page, an element off its allocation unless ``aligned``."""
+    cache = new_kv_cache(1, PAGE_SIZE, record, device)
+    if aligned:
+        return cache
+    storage = cache.new_zeros(cache.stride(0) + 1)
+    return storage.as_strided(cache.shape, cache.stride(), 1)
+
+
+def _run_index_ops(
+    window_width: int,
+    draft_width: int | None,
+    topk: int,
+    dcp: tuple[int, int, int],
+    device: torch.device,
+) -> None:
+    """A step of one padding token; ``topk`` 0: no compressed cache."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    starts, seq_lens, table = zeros(2), zeros(1), zeros(1, 1)
+    api.token_to_request(starts, 1)
+    api.dcp_local_seq_lens(seq_lens, 1, *dcp)
+    states_per_page = dcp[2]  # any multiple of the interleave
+    # The window's slots are not sharded, nor are a selection's on one rank.
+    for shard in {(1, 0, 1), dcp}:
+        for mapping in (None, *(zeros(1, dtype=dtype) for dtype in SLOT_DTYPES)):
+            api.compressed_slot_mapping(
+                starts, seq_lens, table, 1, states_per_page, 1, mapping, *shard
+            )
+    for replay_start in (None, zeros(1)):
+        api.sliding_window_indices(
+            starts, seq_lens, table, 1, PAGE_SIZE, window_width, replay_start=replay_start
+        )
+    if draft_width is not None:
+        api.sliding_window_indices(
+            starts, seq_lens, table, 1, PAGE_SIZE, width=draft_width, causal=False
+        )
+    for dtype in SLOT_DTYPES if topk else ():
+        selected = zeros(1, topk, dtype=dtype)
+        api.topk_to_slots(selected, starts, seq_lens, table, states_per_page, 1, *dcp)
+
+
+def _run_cache_ops(caches: list[Tensor], device: torch.device) -> None:
+    kv = torch.zeros(1, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    for dtype in SLOT_DTYPES:
+        slots = torch.zeros(1, dtype=dtype, device=device)
+        for cache in caches:
+            api.kv_cache_insert(kv, slots, cache)
+            api.kv_cache_gather(cache, slots)
+
+
+def _run_decode(
+    num_heads: int,
+    swa_cache: Tensor,
+    cache: Tensor | None,
+    sinks: set[bool],
+    configs: set[DecodeConfig],
+) -> None:
+    """One token without a visible row, through the launcher, which takes a configuration."""
+    from dsv41ops.kernels.triton.sparse_mla_decode import launch_sparse_mla_decode
+
+    device = swa_cache.device
+    q = torch.zeros(1, num_heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    sink = torch.zeros(num_heads, device=device)
+    indices = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens = torch.zeros(1, dtype=torch.int32, device=device)
+    has_cache = cache is not None
+    for config in configs:
+        for with_sink in sinks:
+            launch_sparse_mla_decode(
+                q,
+                swa_cache,
+                indices,
+                lens,
+                cache,
+                indices if has_cache else None,
+                lens if has_cache else None,
+                sink if with_sink else None,
+                softmax_scale=1.0,
+                batch_invariant=False,
+                config=config,
+            )
+
+
+def _run_merge(
+    num_ranks: int, num_heads: int, attn_sink: bool, aligned: bool, device: torch.device
+) -> None:
+    lses = torch.zeros(num_ranks, 1, num_heads, device=device)
+    sink = torch.zeros(num_heads, device=device) if attn_sink else None
+    for dtype in (torch.bfloat16, torch.float32):
+        shape = (num_ranks, 1, num_heads, HEAD_DIM)
+        first = 0 if aligned else 1
+        storage = torch.zeros(num_ranks * num_heads * HEAD_DIM + 1, dtype=dtype, device=device)
+        outs = storage[first : first + storage.numel() - 1].view(shape)
+        api.merge_attention_states(outs, lses, sink)

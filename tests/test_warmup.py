@@ -1,0 +1,221 @@
+"""``dsv41ops.warmup``: its arguments, and that it runs every variant that a step launches."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsv41ops
+from dsv41ops.configs import DecodeProblem, decode_config
+from dsv41ops.schemas import SCHEMAS
+from tests.export.fresh import run_fresh
+
+CPU = torch.device("cpu")
+NUM_SMS = 132
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_heads": 0}, ValueError, "num_heads: expected at least 1, got 0"),
+        ({"num_heads": 129}, ValueError, "num_heads: expected at most 128, got 129"),
+        ({"num_heads": 8.0}, TypeError, "num_heads: expected an int, got float"),
+        ({"swa_cache_dtype": "int4"}, ValueError, "kv_cache_dtype: expected one of .* 'int4'"),
+        ({"cache_dtype": ""}, ValueError, "kv_cache_dtype: expected one of .* ''"),
+        ({"window_width": 0}, ValueError, "window_width: expected at least 1, got 0"),
+        ({"draft_width": 0}, ValueError, "draft_width: expected at least 1, got 0"),
+        ({"topk": 0}, ValueError, "topk: expected at least 1, got 0"),
+        ({"max_num_tokens": 0}, ValueError, "max_num_tokens: expected at least 1, got 0"),
+        ({"dcp_rank": 1}, ValueError, "dcp_rank: expected 0 <= rank < dcp_world_size = 1, got 1"),
+        ({"cp_interleave": 0}, ValueError, "cp_interleave: expected at least 1, got 0"),
+        ({"device": "meta"}, ValueError, "device: expected a CUDA device or a CPU, got meta"),
+    ],
+)
+def test_arguments_are_checked(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        dsv41ops.warmup(**{"num_heads": 8, "device": "cpu", **arguments})
+
+
+def test_nothing_to_do_on_a_cpu() -> None:
+    code = """
+import sys, dsv41ops
+dsv41ops.warmup(64, "mxfp8", "nvfp4", dcp_world_size=2, device="cpu")
+assert "triton" not in sys.modules
+"""
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
+
+
+class Launches:
+    """Every op by its Triton launcher, on CPU tensors; nothing runs, the variants are kept."""
+
+    def __init__(self) -> None:
+        cross_compile = pytest.importorskip("tests.kernels.cross_compile")
+        self._record = cross_compile.record_launches
+        self.api = SimpleNamespace(
+            **{op: self._through_launcher(op) for op in SCHEMAS if not op.endswith("_out")}
+        )
+
+    def _through_launcher(self, op: str) -> Callable[..., Any]:
+        from dsv41ops import ops
+
+        public = inspect.signature(getattr(dsv41ops, op))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = public.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return ops._launcher(op)(*bound.args)
+
+        return call
+
+    def of(self, call: Callable[[], object]) -> set[tuple[object, ...]]:
+        return {variant.key for variant in self._record(call, "")}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """With a CPU in the place of a GPU."""
+    recorder = Launches()
+    from dsv41ops.kernels.triton import sparse_mla_decode
+
+    module = sys.modules["dsv41ops.warmup"]  # the package's attribute is the function
+    monkeypatch.setattr(module, "api", recorder.api)
+    monkeypatch.setattr(module, "_cuda_device", lambda device: CPU)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    properties = SimpleNamespace(multi_processor_count=NUM_SMS, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(sparse_mla_decode, "_num_sms", lambda device: NUM_SMS)
+    return recorder
+
+
+def shifted(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    """A dense tensor that begins some elements into its storage."""
+    size = int(torch.Size(shape).numel())
+    return torch.zeros(size + offset, dtype=dtype)[offset:].view(shape)
+
+
+def step(
+    api: SimpleNamespace,
+    num_tokens: int,
+    *,
+    heads: int = 64,
+    swa: str = "mxfp8",
+    record: str | None = "nvfp4",
+    topk: int = 512,
+    draft: int | None = None,
+    sink: bool = True,
+    dcp: tuple[int, int, int] = (1, 0, 1),
+    slots: torch.dtype = torch.int64,
+    batch_invariant: bool = False,
+    offset: int = 0,
+) -> None:
+    """What the layers of a model launch in one step; index rows lie at odd addresses."""
+    T = num_tokens
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return shifted(shape, dtype, 3)
+
+    batch, table = (ints(8), ints(7)), ints(7, 40)
+    world, _, interleave = dcp
+    api.token_to_request(batch[0], T)
+    if world > 1:
+        api.dcp_local_seq_lens(batch[1], 2, *dcp)
+    api.compressed_slot_mapping(*batch, table, T, 32, 1)
+    if draft is None:
+        api.sliding_window_indices(*batch, table, T, 32)
+        api.sliding_window_indices(*batch, table, T, 32, replay_start=ints(7))
+    else:
+        api.sliding_window_indices(*batch, table, T, 32, width=draft, causal=False)
+    kv = shifted((T, 512), torch.bfloat16, offset)
+    swa_cache = dsv41ops.new_kv_cache(9, 32, swa)
+    q = shifted((T, heads, 512), torch.bfloat16, offset)
+    window = (q, swa_cache, ints(T, draft or 128), ints(T))
+    attn_sink = torch.zeros(heads) if sink else None
+    api.kv_cache_insert(kv, ints(T, dtype=slots), swa_cache)
+    api.sparse_mla_decode(*window, attn_sink=attn_sink, batch_invariant=batch_invariant)
+    if record is None:
+        return
+    cache = dsv41ops.new_kv_cache(9, 8 * interleave, record)
+    for mapping in (None, ints(T, dtype=slots)):
+        api.compressed_slot_mapping(*batch, table, T, 8 * interleave, 2, mapping, *dcp)
+    api.kv_cache_insert(kv, ints(T, dtype=slots), cache)
+    api.kv_cache_gather(cache, ints(T, dtype=slots))
+    api.topk_to_slots(ints(T, topk, dtype=slots), *batch, table, 8 * interleave, 2, *dcp)
+    api.sparse_mla_decode(
+        *window,
+        cache,
+        ints(T, topk),
+        ints(T),
+        attn_sink if world == 1 else None,
+        batch_invariant=batch_invariant,
+    )
+    if world > 1:
+        outs = shifted((world, T, heads, 512), torch.bfloat16, offset)
+        api.merge_attention_states(outs, torch.zeros(world, T, heads), attn_sink)
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "release": {},
+    "few_heads": {"heads": 3, "swa": "fp8_ds_mla", "record": "fp8_ds_mla", "topk": 5},
+    "all_heads": {"heads": 128, "swa": "bf16", "record": "bf16", "topk": 2048},
+    "window_only": {"record": None, "slots": torch.int32},
+    "no_sink": {"sink": False, "heads": 32},
+    "draft": {"draft": 192},
+    "dcp": {"dcp": (4, 3, 2), "heads": 16, "slots": torch.int32},
+    "batch_invariant": {"batch_invariant": True},
+    "unaligned": {"offset": 1},
+    "unaligned_dcp": {"offset": 1, "dcp": (2, 0, 1), "sink": False},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_variant_of_a_step_is_warm(launches: Launches, name: str) -> None:
+    chosen = CONFIGURATIONS[name]
+    world, rank, interleave = chosen.get("dcp", (1, 0, 1))
+    warm = launches.of(
+        lambda: dsv41ops.warmup(
+            chosen.get("heads", 64),
+            chosen.get("swa", "mxfp8"),
+            chosen.get("record", "nvfp4"),
+            topk=chosen.get("topk", 512),
+            draft_width=chosen.get("draft"),
+            attn_sink=chosen.get("sink", True),
+            batch_invariant=chosen.get("batch_invariant", False),
+            dcp_world_size=world,
+            dcp_rank=rank,
+            cp_interleave=interleave,
+            unaligned=chosen.get("offset", 0) > 0,
+        )
+    )
+    for num_tokens in (1, 2, 3, 8, 15, 16, 17, 64, 132, 300, 600):
+        needed = launches.of(lambda T=num_tokens: step(launches.api, T, **chosen))
+        assert needed
+        missing = {key[0] for key in needed - warm}
+        assert not missing, (num_tokens, missing)
+
+
+def test_variants_follow_every_step_size() -> None:
+    """Split and unsplit are two variants; the number of splits makes none."""
+    from dsv41ops.warmup import decode_variants
+
+    problems = [DecodeProblem(T, 64, 128, 512, NUM_SMS) for T in range(1, 1025)]
+    assert len({decode_config(problem).num_splits for problem in problems}) > 2
+    assert {config.num_splits for config in decode_variants(problems)} == {1, 2}
+
+
+def test_refuses_while_capturing(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="warmup: called while a CUDA graph is captured"):
+        dsv41ops.warmup(8)
