@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 # One program of the combine kernel holds all splits of a head at once.
 MAX_SPLITS = 32
-# Batch-invariant: blocks of rows per program. More would leave a small batch's SMs idle, fewer
-# would cost a large batch its partial results.
-INVARIANT_BLOCKS = 8
+# Batch-invariant: rows per program. More would leave a small batch's SMs idle, fewer would cost a
+# large batch its partial results.
+INVARIANT_ROWS = 512
+# Costs beside that of a block of 64 rows (H200, docs of the kernel study): what a program spends
+# before its first block and after its last, and the second launch.
+PROGRAM_COST = 2
+COMBINE_COST = 1
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class DecodeProblem:
     topk_width: int
     num_sms: int
     batch_invariant: bool = False
+    capability: int = 9  # major
 
 
 @dataclass(frozen=True)
@@ -33,27 +39,34 @@ class DecodeConfig:
     num_splits: int
 
 
-@dataclass(frozen=True)
-class _Tile:
-    block_h: int
-    block_n: int
-    num_warps: int
-    programs_per_sm: int  # as shared memory and registers of sm_90 allow
-
-
-_TILES = (_Tile(16, 32, 4, 4), _Tile(32, 32, 4, 2), _Tile(64, 64, 8, 1))
-
-
 def decode_config(problem: DecodeProblem) -> DecodeConfig:
-    """Tile by the number of heads; splits to fill the GPU, or by widths alone."""
-    tile = next((t for t in _TILES if problem.num_heads <= t.block_h), _TILES[-1])
-    blocks = -(-problem.window_width // tile.block_n) + -(-problem.topk_width // tile.block_n)
+    """Tile by the number of heads and the architecture; splits to fill the GPU, or by widths."""
+    # 64 heads at a time need wgmma: their 64 x 512 accumulator and scores overflow Blackwell's
+    # tensor memory, and registers and shared memory where there is neither.
+    block_h = 64 if problem.capability == 9 and problem.num_heads > 16 else 16
+    block_n, num_warps = 64, 8
+    blocks = -(-problem.window_width // block_n) + -(-problem.topk_width // block_n)
+    programs = problem.num_tokens * -(-problem.num_heads // block_h)
     if problem.batch_invariant:
-        splits = -(-blocks // INVARIANT_BLOCKS)
+        splits = _even(blocks, -(-blocks * block_n // INVARIANT_ROWS))
     else:
-        programs = problem.num_tokens * -(-problem.num_heads // tile.block_h)
-        splits = problem.num_sms * tile.programs_per_sm // max(1, programs)
+        splits = _fastest(blocks, programs, problem.num_sms)
+    return DecodeConfig(block_h, block_n, num_warps, splits)
+
+
+def _even(blocks: int, splits: int) -> int:
+    """The fewest splits whose longest has no more blocks than with ``splits``."""
     splits = max(1, min(splits, blocks, MAX_SPLITS))
-    # As many as it takes at the same number of blocks in the longest.
-    splits = max(1, -(-blocks // -(-blocks // splits))) if blocks else 1
-    return DecodeConfig(tile.block_h, tile.block_n, tile.num_warps, splits)
+    return max(1, -(-blocks // -(-blocks // splits))) if blocks else 1
+
+
+@lru_cache(maxsize=4096)
+def _fastest(blocks: int, programs: int, num_sms: int) -> int:
+    """The fewest splits of least cost, one program per SM at a time."""
+
+    def cost(splits: int) -> int:
+        waves = -(-programs * splits // num_sms)
+        combine = COMBINE_COST if splits > 1 else 0
+        return waves * (-(-blocks // splits) + PROGRAM_COST) + combine
+
+    return min(range(1, max(1, min(blocks, MAX_SPLITS)) + 1), key=cost)

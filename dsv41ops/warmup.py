@@ -90,7 +90,7 @@ def warmup(
 
     dcp = (dcp_world_size, dcp_rank, cp_interleave)
     topk_widths = (0,) if cache_dtype is None else (0, topk)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    gpu = torch.cuda.get_device_properties(device)
     with torch.no_grad(), torch.cuda.device(device):
         _run_index_ops(window_width, draft_width, topk_widths[-1], dcp, device)
         for aligned in (True, False) if unaligned else (True,):
@@ -99,7 +99,13 @@ def warmup(
             for topk_width in topk_widths:
                 problems = [
                     DecodeProblem(
-                        num_tokens, num_heads, width, topk_width, num_sms, batch_invariant
+                        num_tokens,
+                        num_heads,
+                        width,
+                        topk_width,
+                        gpu.multi_processor_count,
+                        batch_invariant,
+                        gpu.major,
                     )
                     for width in widths
                     for num_tokens in range(1, max_num_tokens + 1)

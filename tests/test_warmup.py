@@ -96,7 +96,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     properties = SimpleNamespace(multi_processor_count=NUM_SMS, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(sparse_mla_decode, "_num_sms", lambda device: NUM_SMS)
+    monkeypatch.setattr(sparse_mla_decode, "_sms_and_capability", lambda device: (NUM_SMS, 9))
     return recorder
 
 

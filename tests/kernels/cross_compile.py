@@ -1,7 +1,7 @@
 """Compile every kernel launch of a list of calls for another GPU, without one here.
 
-``python -m tests.kernels.cross_compile 90`` prints a JSON line per variant: shared memory, tensor
-memory, and registers and spills as the assembler reports them.
+``python -m tests.kernels.cross_compile 90 100`` prints a JSON line per variant: shared memory,
+tensor memory, and registers and spills as the assembler reports them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
+
+import dsv41ops
+from dsv41ops.kernels.triton import sparse_mla_decode
+from tests.contract.inputs import OPS, argument_sets, schema_order
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
@@ -112,11 +119,100 @@ def compile_variant(variant: Variant, arch: int) -> dict[str, Any]:
     }
 
 
-def _compile_one(task: tuple[int, int]) -> dict[str, Any]:
-    index, arch = task
-    variant = VARIANTS[index]
-    report: dict[str, Any] = {"kernel": variant.kernel.__name__, "call": variant.label}
+def _decode(
+    records: tuple[str, str | None], heads: int, num_tokens: int, *, off: int = 0
+) -> Callable[[], object]:
+    """A step of the release's widths; ``off``: elements that q lies off a 16-byte boundary."""
+    caches = [dsv41ops.new_kv_cache(1, 64, record) for record in records if record]
+
+    def rows(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.empty(num_tokens, width, dtype=torch.int32),
+            torch.empty(num_tokens, dtype=torch.int32),
+        )
+
+    q = torch.empty(num_tokens, heads, 512 + 8, dtype=torch.bfloat16)[..., off : off + 512]
+    compressed = (caches[1], *rows(512)) if len(caches) == 2 else (None,) * 3
+    arguments = (q, caches[0], *rows(128), *compressed, torch.empty(heads), 512**-0.5, False)
+    return lambda: sparse_mla_decode.launch_sparse_mla_decode(*arguments)
+
+
+# T = 1 splits, T = 512 does not; up to 16 heads and more are different tiles on sm_90.
+DECODE_CALLS = {
+    90: [
+        (("mxfp8", "nvfp4"), 64, 1),
+        (("mxfp8", "nvfp4"), 64, 512),
+        (("mxfp8", "nvfp4"), 8, 512),
+        (("fp8_ds_mla", "fp8_ds_mla"), 64, 512),
+        (("fp8_ds_mla", "fp8_ds_mla"), 8, 1),
+        (("bf16", None), 64, 1),
+    ],
+    100: [(("mxfp8", "nvfp4"), 64, 512), (("fp8_ds_mla", None), 8, 1)],
+    120: [(("mxfp8", "nvfp4"), 64, 512), (("fp8_ds_mla", None), 8, 1)],
+}
+NUM_SMS = {90: 132, 100: 148, 120: 170}
+
+
+def variants(arch: int) -> list[Variant]:
+    """Decode's, chosen by hand as they take long; of every other op, those of its argument sets."""
+    sparse_mla_decode._sms_and_capability = lambda device: (NUM_SMS[arch], arch // 10)
+    found = []
+    for records, heads, num_tokens in DECODE_CALLS[arch]:
+        label = f"{records[0]}+{records[1]} H={heads} T={num_tokens}"
+        found += record_launches(_decode(records, heads, num_tokens), label)
+    if arch == 90:
+        call = _decode(("mxfp8", "nvfp4"), 64, 512, off=1)
+        found += record_launches(call, "unaligned")
+    for op in OPS:
+        if op.endswith("_out") or op == "sparse_mla_decode":
+            continue
+        launch = getattr(import_module(f"dsv41ops.kernels.triton.{op}"), f"launch_{op}")
+        for name, make in argument_sets(op).items():
+            positional, _ = schema_order(op, make(torch.device("cpu")))
+            found += record_launches(partial(launch, *positional), name)
+    return list({variant.key: variant for variant in reversed(found)}.values())
+
+
+def _report(variant: Variant, arch: int, connection: Any) -> None:
+    report: dict[str, Any] = {
+        "arch": arch,
+        "kernel": variant.kernel.__name__,
+        "call": variant.label,
+        "aligned": variant.constexprs.get("ALIGNED", True),
+    }
     try:
-        return {**report, **compile_variant(variant, arch)}
+        report |= compile_variant(variant, arch)
     except Exception:
-        return {**report, "error": traceback.format_exc()[-2000:]}
+        report["error"] = traceback.format_exc()[-2000:]
+    connection.send(report)
+
+
+def _isolated(task: tuple[Variant, int]) -> dict[str, Any]:
+    """In a process of its own: the compiler may abort, and takes the process with it."""
+    variant, arch = task
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(variant, arch, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        error = f"the compiler died with exit code {process.exitcode}"
+        return {"arch": arch, "kernel": variant.kernel.__name__, "error": error}
+    finally:
+        process.join()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        triton.knobs.cache.dir = folder  # a cached variant would not be compiled
+        tasks = [(variant, int(arch)) for arch in sys.argv[1:] for variant in variants(int(arch))]
+        for report in pool.map(_isolated, tasks):
+            print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ from dsv41ops.layouts import HEAD_DIM
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 COMBINE_COLUMNS = 128
+WORKSPACE_BYTES = 2**28  # of split results; more tokens than that take turns
 
 
 @triton.jit
@@ -210,14 +211,16 @@ def _sparse_mla_decode_kernel(
                 tl.where(in_window, swa_cache_ptr, cache_ptr),
                 tl.where(in_window, swa_page_stride, page_stride),
                 tl.where(in_window, swa_page_size, page_size),
-                scale_log2, q0, q1, q2, q3, peak, total, acc0, acc1, acc2, acc3, RECORD, ALIGNED,
+                scale_log2, q0, q1, q2, q3, peak, total, acc0, acc1, acc2, acc3,
+                RECORD, ALIGNED,
             )  # fmt: skip
     else:
         for block in tl.range(begin, tl.minimum(end, swa_blocks), num_stages=1, disable_licm=True):
             peak, total, acc0, acc1, acc2, acc3 = _attend(
                 swa_indices_ptr, block * BLOCK_N + offs_n, swa_length, swa_last_slot,
                 swa_cache_ptr, swa_page_stride, swa_page_size,
-                scale_log2, q0, q1, q2, q3, peak, total, acc0, acc1, acc2, acc3, SWA_RECORD, ALIGNED,
+                scale_log2, q0, q1, q2, q3, peak, total, acc0, acc1, acc2, acc3,
+                SWA_RECORD, ALIGNED,
             )  # fmt: skip
         if RECORD != 0:
             begin, end = tl.maximum(begin - swa_blocks, 0), end - swa_blocks
@@ -225,7 +228,8 @@ def _sparse_mla_decode_kernel(
                 peak, total, acc0, acc1, acc2, acc3 = _attend(
                     topk_indices_ptr, block * BLOCK_N + offs_n, length, last_slot,
                     cache_ptr, page_stride, page_size,
-                    scale_log2, q0, q1, q2, q3, peak, total, acc0, acc1, acc2, acc3, RECORD, ALIGNED,
+                    scale_log2, q0, q1, q2, q3, peak, total, acc0, acc1, acc2, acc3,
+                    RECORD, ALIGNED,
                 )  # fmt: skip
 
     if SPLIT:
@@ -293,8 +297,11 @@ def _combine_kernel(
 
 
 @lru_cache
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _sms_and_capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 132, 9  # the interpreter stands in for an H200
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count), int(properties.major)
 
 
 def _is_aligned(tensor: Tensor, *dims: int) -> bool:
@@ -337,81 +344,80 @@ def launch_sparse_mla_decode(
     swa_width = swa_indices.shape[1]
     topk_width = 0 if topk_indices is None else topk_indices.shape[1]
     if config is None:
+        num_sms, capability = _sms_and_capability(q.device)
         config = decode_config(
             DecodeProblem(
-                num_tokens,
-                num_heads,
-                swa_width,
-                topk_width,
-                _num_sms(q.device),
-                batch_invariant,
+                num_tokens, num_heads, swa_width, topk_width, num_sms, batch_invariant, capability
             )
         )
     splits = config.num_splits
     swa_pages, swa_last_slot, swa_page_stride, swa_page_size, swa_record = _pool(swa_cache)
-    if topk_width == 0 or cache is None or topk_indices is None:
-        pages, last_slot, page_stride, page_size, record = None, 0, 0, 1, 0
-        topk_stride = 0
-    else:
+    pages, last_slot, page_stride, page_size, record = None, 0, 0, 1, 0
+    if topk_width > 0 and cache is not None:
         pages, last_slot, page_stride, page_size, record = _pool(cache)
-        topk_stride = topk_indices.stride(0)
+    else:
+        topk_indices = topk_lens = None
     aligned = _is_aligned(q, 0, 1) and _is_aligned(out, 0, 1) and _is_aligned(swa_pages, 0)
     aligned = aligned and (pages is None or _is_aligned(pages, 0))
-    partial = stats = None
-    if splits > 1:
-        partial = q.new_empty((num_tokens, num_heads, splits, HEAD_DIM), dtype=torch.float32)
-        stats = q.new_empty((num_tokens, num_heads, splits, 2), dtype=torch.float32)
-    strides = (out.stride(0), out.stride(1), lse.stride(0), lse.stride(1))
     head_blocks = triton.cdiv(num_heads, config.block_h)
-    _sparse_mla_decode_kernel[(num_tokens * head_blocks, splits)](
-        q,
-        swa_pages,
-        swa_indices,
-        swa_lens,
-        pages,
-        topk_indices if record else None,
-        topk_lens if record else None,
-        None if splits > 1 else attn_sink,
-        softmax_scale * LOG2_E,
-        num_heads,
-        q.stride(0),
-        q.stride(1),
-        swa_last_slot,
-        swa_page_stride,
-        swa_page_size,
-        swa_width,
-        swa_indices.stride(0),
-        last_slot,
-        page_stride,
-        page_size,
-        topk_width,
-        topk_stride,
-        *strides,
-        out if splits == 1 else None,
-        lse if splits == 1 else None,
-        partial,
-        stats,
-        SWA_RECORD=swa_record,
-        RECORD=record,
-        ALIGNED=aligned,
-        SPLIT=splits > 1,
-        BLOCK_H=config.block_h,
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+    partial = stats = None
+    step = num_tokens
     if splits > 1:
-        _combine_kernel[(num_tokens * num_heads, HEAD_DIM // COMBINE_COLUMNS)](
+        row_bytes = num_heads * splits * HEAD_DIM * 4
+        step = min(num_tokens, max(1, WORKSPACE_BYTES // row_bytes))
+        partial = q.new_empty((step, num_heads, splits, HEAD_DIM), dtype=torch.float32)
+        stats = q.new_empty((step, num_heads, splits, 2), dtype=torch.float32)
+    for start in range(0, num_tokens, step):
+        part = slice(start, min(start + step, num_tokens))
+        results = (out[part], lse[part])
+        strides = (out.stride(0), out.stride(1), lse.stride(0), lse.stride(1))
+        _sparse_mla_decode_kernel[((part.stop - start) * head_blocks, splits)](
+            q[part],
+            swa_pages,
+            swa_indices[part],
+            swa_lens[part],
+            pages,
+            None if topk_indices is None else topk_indices[part],
+            None if topk_lens is None else topk_lens[part],
+            None if splits > 1 else attn_sink,
+            softmax_scale * LOG2_E,
+            num_heads,
+            q.stride(0),
+            q.stride(1),
+            swa_last_slot,
+            swa_page_stride,
+            swa_page_size,
+            swa_width,
+            swa_indices.stride(0),
+            last_slot,
+            page_stride,
+            page_size,
+            topk_width,
+            0 if topk_indices is None else topk_indices.stride(0),
+            *strides,
+            *((None, None) if splits > 1 else results),
             partial,
             stats,
-            attn_sink,
-            num_heads,
-            splits,
-            *strides,
-            out,
-            lse,
-            MAX_SPLITS=MAX_SPLITS,
-            COLUMNS=COMBINE_COLUMNS,
-            num_warps=4,
+            SWA_RECORD=swa_record,
+            RECORD=record,
+            ALIGNED=aligned,
+            SPLIT=splits > 1,
+            BLOCK_H=config.block_h,
+            BLOCK_N=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=1,
         )
+        if splits > 1:
+            _combine_kernel[((part.stop - start) * num_heads, HEAD_DIM // COMBINE_COLUMNS)](
+                partial,
+                stats,
+                attn_sink,
+                num_heads,
+                splits,
+                *strides,
+                *results,
+                MAX_SPLITS=MAX_SPLITS,
+                COLUMNS=COMBINE_COLUMNS,
+                num_warps=4,
+            )
     return out, lse
