@@ -10,8 +10,8 @@ MAX_SPLITS = 32
 # Batch-invariant: rows per program. More would leave a small batch's SMs idle, fewer would cost a
 # large batch its partial results.
 INVARIANT_ROWS = 512
-# Costs beside that of a block of 64 rows (H200, docs of the kernel study): what a program spends
-# before its first block and after its last, and the second launch.
+# In blocks of 64 rows, estimated: what a program spends before its first block and after its last,
+# and what the combine kernel adds.
 PROGRAM_COST = 2
 COMBINE_COST = 1
 

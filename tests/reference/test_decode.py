@@ -286,7 +286,7 @@ def test_scores_of_thousands(device: torch.device) -> None:
     call = replace(random_call(("mxfp8", "nvfp4"), 3, 8, device, sink=False), scale=40.0)
     out, lse = call.run()
     expected, expected_lse = call.exact()
-    assert bool((expected_lse.abs() > 500).all())
+    assert expected_lse.abs().median() > 1000
     assert_attention_close(out, lse, expected, expected_lse, rtol=6e-3)
 
 

@@ -58,22 +58,23 @@ def check(call: Call, splits: int | None = None) -> None:
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("compressed", [None, *RECORDS])
 @pytest.mark.parametrize("window", RECORDS)
-def test_every_record_pair(window: str, compressed: str | None, splits: int) -> None:
+def test_every_record_pair(window: str, compressed: str | None) -> None:
     """Holes, repeats, indices outside the cache, lengths outside the width; padded pages."""
+    splits = 1 if compressed == window else 3
     check(random_call((window, compressed), 2, 5, CPU), splits)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 65, 128])
 def test_heads(heads: int) -> None:
     """As configured: tiles of 16 heads, of 64, and two of those."""
-    check(random_call(("mxfp8", "nvfp4"), 2, heads, CPU))
+    check(random_call(("mxfp8", "nvfp4"), 1, heads, CPU))
 
 
-@pytest.mark.parametrize("width", [0, 1, 5, 64, 65, 192])
-@pytest.mark.parametrize("window_width", [0, 1, 128])
+@pytest.mark.parametrize(
+    ("window_width", "width"), [(0, 0), (0, 5), (1, 0), (1, 1), (1, 65), (128, 64), (65, 192)]
+)
 def test_widths(window_width: int, width: int) -> None:
     parts = []
     for record, columns in (("mxfp8", window_width), ("fp8_ds_mla", width)):
@@ -106,7 +107,7 @@ def test_page_sizes_and_strides(record: str, page_size: int) -> None:
             assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("splits", [2, 4, 5, 7, 32])
+@pytest.mark.parametrize("splits", [2, 5, 32])
 def test_split_counts(splits: int) -> None:
     """More splits than blocks, and lengths that leave some splits without any."""
     call = random_call(("mxfp8", "mxfp8"), 4, 3, CPU, window_width=64, width=97)
@@ -124,9 +125,9 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 def test_batch_invariant() -> None:
     """A token alone, among others and in another place: the same bits."""
-    call = random_call(("mxfp8", "nvfp4"), 5, 3, CPU, window_width=128, width=512)
+    call = random_call(("mxfp8", "nvfp4"), 5, 3, CPU, window_width=64, width=512)
     out, lse = run(call, batch_invariant=True)
-    for tokens in ([0], [4], [2, 1]):
+    for tokens in ([0], [4, 1]):
         alone = run(call.select(tokens), batch_invariant=True)
         assert_same_bits(alone[0], out[tokens])
         assert_same_bits(alone[1], lse[tokens])
