@@ -15,6 +15,12 @@ from tests.compile.toy import HAS_CXX, Toy, make_step
 from tests.conftest import DEVICES
 
 TOKENS = (1, 2, 37, 3)
+# Why no AOTInductor package is built here, or None.
+NO_PACKAGE: str | None = None if HAS_CXX else "no C++ compiler"
+if torch.cuda.is_available() and torch.__version__ < "2.12":
+    # Seen on an H200 with torch 2.11.0+cu130: SIGSEGV in the loader, also for a CPU package; the
+    # same build loads it on a machine without a GPU. Cause not found.
+    NO_PACKAGE = "torch 2.11 crashes when it loads a package beside a GPU"
 # The wrapper is compiled once and run a few times: spend nothing on optimising it.
 FAST_BUILD: dict[str, object] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 if hasattr(torch._inductor.config.aot_inductor, "precompile_headers"):
@@ -92,8 +98,8 @@ def insert_and_attend_inputs(T: int) -> tuple[Tensor, ...]:
 
 @pytest.fixture(scope="package")
 def packaged(tmp_path_factory: pytest.TempPathFactory) -> Saved | None:
-    """An AOTInductor CPU package of ``InsertAndAttend``; None without a C++ compiler."""
-    if not HAS_CXX:
+    """An AOTInductor CPU package of ``InsertAndAttend``; None where there is none to test."""
+    if NO_PACKAGE is not None:
         return None
     folder = tmp_path_factory.mktemp("aoti")
     sizes = tuple({0: Dim("T", min=1, max=1024)} for _ in range(5))

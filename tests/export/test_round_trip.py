@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests.compile.toy import needs_cxx
-from tests.export.conftest import TOKENS, InsertAndAttend, Saved, insert_and_attend_inputs
+from tests.export.conftest import (
+    NO_PACKAGE,
+    TOKENS,
+    InsertAndAttend,
+    Saved,
+    insert_and_attend_inputs,
+)
 from tests.export.fresh import run_fresh
 
 # ``python -c REPEAT (steps file)...``: load each file and repeat the recorded steps, for the same
@@ -58,6 +64,11 @@ def test_repeat_in_this_process(
     monkeypatch.setattr("sys.argv", ["", *files])
     exec(REPEAT, {})
     assert capsys.readouterr().out.split() == ["equal"] * len(TOKENS) * (len(files) // 2)
+
+
+@pytest.mark.skipif(NO_PACKAGE is not None, reason=str(NO_PACKAGE))
+def test_a_package_is_among_the_files(packaged: Saved | None) -> None:
+    assert packaged is not None
 
 
 def test_repeat_in_a_fresh_process(exported: Saved, packaged: Saved | None) -> None:
