@@ -1,14 +1,18 @@
 """DeepSeek-V4.1 sparse MLA, slot mapping, index and KV-cache ops for compiled PyTorch models.
 
 Importing the package registers every op under ``torch.ops.dsv41``; the functions here are the
-same ops with defaults and documentation, and ``warmup``, which compiles their kernels. What an
-engine asks for is in ``dsv41ops.backend``, a CUDA-graph runner in ``dsv41ops.capture``.
+same ops with defaults and documentation, ``warmup``, which compiles their kernels, and
+``backends``, which says what can serve attention here. What an engine asks for is in
+``dsv41ops.backend``, a CUDA-graph runner in ``dsv41ops.capture``.
 """
 
 from dsv41ops.api import (
+    DecodeMetadata,
     compressed_slot_mapping,
     compressed_slot_mapping_out,
     dcp_local_seq_lens,
+    decode_metadata,
+    decode_metadata_out,
     kv_cache_gather,
     kv_cache_insert,
     merge_attention_states,
@@ -20,15 +24,22 @@ from dsv41ops.api import (
     topk_to_slots,
     topk_to_slots_out,
 )
+from dsv41ops.dispatch import backends
+from dsv41ops.errors import UnsupportedError
 from dsv41ops.layouts import new_kv_cache
 from dsv41ops.warmup import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DecodeMetadata",
+    "UnsupportedError",
+    "backends",
     "compressed_slot_mapping",
     "compressed_slot_mapping_out",
     "dcp_local_seq_lens",
+    "decode_metadata",
+    "decode_metadata_out",
     "kv_cache_gather",
     "kv_cache_insert",
     "merge_attention_states",

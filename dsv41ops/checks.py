@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dsv41ops.configs import AUTO, BACKENDS
 from dsv41ops.layouts import HEAD_DIM, RECORDS, find_record
 
 INT32 = (torch.int32,)
@@ -108,14 +109,16 @@ def _check_states(
         )
 
 
-def _check_dcp(world: int, rank: int, interleave: int) -> None:
+def _check_dcp(
+    world: int, rank: int, interleave: int, interleave_name: str = "cp_interleave"
+) -> None:
     _check_at_least("dcp_world_size", world, 1)
     _expect(
         0 <= rank < world,
         "dcp_rank",
         lambda: f"0 <= rank < dcp_world_size = {world}, got {rank}",
     )
-    _check_at_least("cp_interleave", interleave, 1)
+    _check_at_least(interleave_name, interleave, 1)
 
 
 def _check_cache(name: str, cache: Tensor, device: torch.device) -> None:
@@ -205,6 +208,11 @@ def check_sliding_window_indices(
     _check_tensor("block_table", block_table, INT32, 2, query_start_loc.device)
     _check_at_least("num_tokens", num_tokens, 0)
     _check_at_least("page_size", page_size, 1)
+    _check_window(window, width, causal)
+    _check_replay_start(replay_start, seq_lens)
+
+
+def _check_window(window: int, width: int | None, causal: bool) -> None:
     _check_at_least("window", window, 1)
     if causal:
         holds = width is None or width >= window
@@ -214,8 +222,11 @@ def check_sliding_window_indices(
         holds = width is not None and width >= 1
         accepted = "window plus the draft block, rounded up to 64, when causal=False"
         _expect(holds, "width", lambda: f"{accepted}, got {width}")
+
+
+def _check_replay_start(replay_start: Tensor | None, seq_lens: Tensor) -> None:
     if replay_start is not None:
-        _check_tensor("replay_start", replay_start, INT32, 1, query_start_loc.device)
+        _check_tensor("replay_start", replay_start, INT32, 1, seq_lens.device)
         _check_size("replay_start", replay_start, 0, seq_lens.shape[0], "len(seq_lens)")
 
 
@@ -282,6 +293,111 @@ def check_topk_to_slots_out(
     _check_index_out(out, lens, num_tokens, width, topk_indices.device)
 
 
+def check_decode_metadata(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    swa_block_table: Tensor | None,
+    swa_page_size: int | None,
+    block_table_c1a: Tensor | None,
+    block_table_c2a: Tensor | None,
+    block_size: int | None,
+    window: int,
+    width: int | None,
+    causal: bool,
+    replay_start: Tensor | None,
+    slot_mapping: Tensor | None,
+    dcp_world_size: int,
+    dcp_rank: int,
+    cp_interleave_c1a: int,
+    cp_interleave_c2a: int,
+) -> None:
+    _check_batch(query_start_loc, seq_lens)
+    device = query_start_loc.device
+    _check_at_least("num_tokens", num_tokens, 0)
+    if swa_block_table is not None:
+        _check_tensor("swa_block_table", swa_block_table, INT32, 2, device)
+        _check_given_with("swa_page_size", swa_page_size, "swa_block_table")
+    _check_window(window, width, causal)
+    _check_replay_start(replay_start, seq_lens)
+    if slot_mapping is not None:
+        _check_tensor("slot_mapping", slot_mapping, SLOT_DTYPES, 1, device)
+        _check_holds("slot_mapping", slot_mapping, num_tokens)
+    for kind, ratio, table, interleave in (
+        ("c1a", 1, block_table_c1a, cp_interleave_c1a),
+        ("c2a", 2, block_table_c2a, cp_interleave_c2a),
+    ):
+        _check_dcp(dcp_world_size, dcp_rank, interleave, f"cp_interleave_{kind}")
+        if table is not None:
+            _check_tensor(f"block_table_{kind}", table, INT32, 2, device)
+            size = _check_given_with("block_size", block_size, f"block_table_{kind}")
+            # Whole states, and under DCP whole runs of them: see _check_states.
+            _check_multiple("block_size", size, ratio * (interleave if dcp_world_size > 1 else 1))
+
+
+def _check_multiple(name: str, value: int, step: int) -> None:
+    _expect(value % step == 0, name, lambda: f"a multiple of {step} tokens, got {value}")
+
+
+def _check_given_with(name: str, value: int | None, owner: str) -> int:
+    holds = value is not None and value >= 1
+    _expect(holds, name, lambda: f"at least 1 with {owner}, got {value}")
+    return 1 if value is None else value
+
+
+def check_decode_metadata_out(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    swa_block_table: Tensor | None,
+    swa_page_size: int | None,
+    block_table_c1a: Tensor | None,
+    block_table_c2a: Tensor | None,
+    block_size: int | None,
+    window: int,
+    width: int | None,
+    *options: object,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    **buffers: Tensor,
+) -> None:
+    check_decode_metadata(
+        query_start_loc,
+        seq_lens,
+        num_tokens,
+        swa_block_table,
+        swa_page_size,
+        block_table_c1a,
+        block_table_c2a,
+        block_size,
+        window,
+        width,
+        *options,  # type: ignore[arg-type]
+    )
+    device = query_start_loc.device
+    present = {"swa": swa_block_table, "c1a": block_table_c1a, "c2a": block_table_c2a}
+    for name, buffer in buffers.items():
+        owner = next((kind for kind in present if kind in name), None)
+        absent = owner is not None and present[owner] is None
+        lengths = name.startswith("dcp_local_seq_lens")
+        num_rows = 0 if absent else seq_lens.shape[0] if lengths else num_tokens
+        wide = name == "positions" or "slot_mapping" in name
+        _check_tensor(name, buffer, (torch.int64,) if wide else INT32, 1, device)
+        _check_wanted(name, buffer, num_rows)
+    _check_tensor("swa_indices", swa_indices, INT32, 2, device)
+    _check_wanted("swa_indices", swa_indices, 0 if swa_block_table is None else num_tokens)
+    _check_size("swa_indices", swa_indices, 1, window if width is None else width, "index width")
+    _check_tensor("swa_lens", swa_lens, INT32, 1, device)
+    _check_size("swa_lens", swa_lens, 0, swa_indices.shape[0], "rows of swa_indices")
+
+
+def _check_wanted(name: str, buffer: Tensor, num_rows: int) -> None:
+    """An empty buffer is one that the caller does without."""
+    size = buffer.shape[0]
+    holds = (size >= num_rows) | (size == 0)
+    _expect(holds, name, lambda: f"at least {num_rows} rows or none, got {_shape(buffer)}")
+
+
 def check_kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
     _check_tensor("kv", kv, (torch.bfloat16,), 2, cache.device)
     _check_size("kv", kv, 1, HEAD_DIM, "head_dim")
@@ -306,6 +422,7 @@ def check_sparse_mla_decode(
     attn_sink: Tensor | None,
     softmax_scale: float,
     batch_invariant: bool,
+    backend: str,
 ) -> None:
     _check_tensor("q", q, (torch.bfloat16,), 3, q.device)
     num_tokens, num_heads, _ = q.shape
@@ -328,6 +445,18 @@ def check_sparse_mla_decode(
     if attn_sink is not None:
         _check_tensor("attn_sink", attn_sink, (torch.float32,), 1, q.device)
         _check_size("attn_sink", attn_sink, 0, num_heads, "heads")
+    if backend != AUTO:
+        check_backend("backend", backend)
+        _expect(
+            q.device.type != "cpu",
+            "backend",
+            lambda: f"{AUTO} on a CPU, got {backend!r}, which needs a CUDA device",
+        )
+
+
+def check_backend(name: str, backend: str) -> None:
+    accepted = (AUTO, *BACKENDS)
+    _expect(backend in accepted, name, lambda: f"one of {', '.join(accepted)}, got {backend!r}")
 
 
 def _check_rows(

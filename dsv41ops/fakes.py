@@ -53,6 +53,37 @@ def _index_rows(like: Tensor, num_tokens: int, width: int) -> tuple[Tensor, Tens
     )
 
 
+def fake_decode_metadata(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    swa_block_table: Tensor | None,
+    swa_page_size: int | None,
+    block_table_c1a: Tensor | None,
+    block_table_c2a: Tensor | None,
+    block_size: int | None,
+    window: int,
+    width: int | None,
+    *options: object,
+) -> tuple[Tensor, ...]:
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return query_start_loc.new_empty(shape, dtype=dtype)
+
+    tables = (swa_block_table, block_table_c1a, block_table_c2a)
+    swa, c1a, c2a = (0 if table is None else num_tokens for table in tables)
+    num_requests = seq_lens.shape[0]
+    return (
+        new(num_tokens),
+        new(num_tokens, dtype=torch.int64),
+        new(swa, dtype=torch.int64),
+        *_index_rows(query_start_loc, swa, window if width is None else width),
+        new(c1a, dtype=torch.int64),
+        new(c2a, dtype=torch.int64),
+        new(0 if block_table_c1a is None else num_requests),
+        new(0 if block_table_c2a is None else num_requests),
+    )
+
+
 def fake_kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
     return cache.new_empty((slots.shape[0], HEAD_DIM), dtype=torch.bfloat16)
 

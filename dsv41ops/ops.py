@@ -2,8 +2,8 @@
 
 An implementation is its check, then the plain-PyTorch reference on the CPU or a Triton launcher on
 CUDA. The names tie it together: op ``x`` has ``checks.check_x``, ``fakes.fake_x``, ``x`` in
-``reference/`` and ``launch_x`` in ``kernels/triton/x.py``; ``x_out`` runs the same code into the
-caller's buffers.
+``reference/`` and ``launch_x`` in ``kernels/triton/x.py``, or in ``dispatch.py`` where several
+backends serve it; ``x_out`` runs the same code into the caller's buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dsv41ops import checks, fakes
+from dsv41ops import checks, dispatch, fakes
 from dsv41ops.reference import attention, index, kv_cache
 from dsv41ops.schemas import SCHEMAS
 
@@ -25,11 +25,22 @@ Kernel = Callable[..., Any]
 LIBRARY = torch.library.Library("dsv41", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-# What an index op's out-form writes past the tokens of the step, per buffer.
+# What an index op's out-form writes past the step's tokens (or requests), per buffer.
 PADDING = {
     "compressed_slot_mapping": {"out": -1},
     "sliding_window_indices": {"out": -1, "lens": 0},
     "topk_to_slots": {"out": -1, "lens": 0},
+    "decode_metadata": {
+        "req_id_per_token": -1,
+        "positions": -1,
+        "swa_slot_mapping": -1,
+        "swa_indices": -1,
+        "swa_lens": 0,
+        "compressed_slot_mapping_c1a": -1,
+        "compressed_slot_mapping_c2a": -1,
+        "dcp_local_seq_lens_c1a": 0,
+        "dcp_local_seq_lens_c2a": 0,
+    },
 }
 
 
@@ -48,6 +59,8 @@ def _out_form(op: str) -> Kernel:
         if isinstance(results, torch.Tensor):
             results = (results,)
         for result, (name, buffer) in zip(results, buffers.items(), strict=True):
+            if buffer.shape[0] == 0:
+                continue  # nothing to write, or a result that the caller does without
             num_tokens = result.shape[0]
             buffer[:num_tokens].copy_(result)
             if name in padding:
@@ -59,6 +72,8 @@ def _out_form(op: str) -> Kernel:
 @cache
 def _launcher(op: str) -> Kernel:
     """An op's Triton launcher, imported at its first call: the package itself loads no triton."""
+    if hasattr(dispatch, f"launch_{op}"):
+        return getattr(dispatch, f"launch_{op}")  # type: ignore[no-any-return]
     module = importlib.import_module(f"dsv41ops.kernels.triton.{op}")
     return getattr(module, f"launch_{op}")  # type: ignore[no-any-return]
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv41ops import api
-from dsv41ops.checks import MAX_HEADS, SLOT_DTYPES
-from dsv41ops.configs import DecodeConfig, DecodeProblem, decode_config
+from dsv41ops import api, dispatch
+from dsv41ops.checks import MAX_HEADS, SLOT_DTYPES, check_backend
+from dsv41ops.configs import DecodeProblem
+from dsv41ops.kernels.device import sms_and_capability
 from dsv41ops.layouts import HEAD_DIM, new_kv_cache, record_named
 
 PAGE_SIZE = 32  # of the dummy caches; no variant depends on it
@@ -27,6 +28,7 @@ def warmup(
     max_num_tokens: int = 8192,
     attn_sink: bool = True,
     batch_invariant: bool = False,
+    backend: str = "auto",
     dcp_world_size: int = 1,
     dcp_rank: int = 0,
     cp_interleave: int = 1,
@@ -52,6 +54,8 @@ def warmup(
         attn_sink: Whether attention has sinks. Under DCP the variants without are compiled too,
             as the merge applies them.
         batch_invariant: As attention will be called.
+        backend: As attention will be called; ``auto`` covers all that it may choose, and
+            the libraries of those are loaded.
         dcp_world_size: DCP ranks; above 1 also the merge of so many states.
         dcp_rank: This rank.
         cp_interleave: States in one run of a rank.
@@ -63,7 +67,8 @@ def warmup(
 
     Raises:
         TypeError: A number of the wrong Python type.
-        ValueError: An argument out of range, or an unknown record.
+        ValueError: An argument out of range, or an unknown record or backend.
+        UnsupportedError: The named backend cannot serve this configuration; the message says why.
         RuntimeError: Called while a CUDA graph is captured.
     """
     # Imported here, as the package itself loads no backend.
@@ -79,6 +84,7 @@ def warmup(
     if draft_width is not None:
         widths.append(require_int("draft_width", draft_width, 1))
     DCPGeometry(dcp_world_size, dcp_rank, cp_interleave)
+    check_backend("backend", backend)
     records = [record_named(swa_cache_dtype).name]
     if cache_dtype is not None:
         records.append(record_named(cache_dtype).name)
@@ -90,7 +96,7 @@ def warmup(
 
     dcp = (dcp_world_size, dcp_rank, cp_interleave)
     topk_widths = (0,) if cache_dtype is None else (0, topk)
-    gpu = torch.cuda.get_device_properties(device)
+    num_sms, capability = sms_and_capability(device)
     with torch.no_grad(), torch.cuda.device(device):
         _run_index_ops(window_width, draft_width, topk_widths[-1], dcp, device)
         for aligned in (True, False) if unaligned else (True,):
@@ -103,9 +109,12 @@ def warmup(
                         num_heads,
                         width,
                         topk_width,
-                        gpu.multi_processor_count,
+                        num_sms,
                         batch_invariant,
-                        gpu.major,
+                        capability,
+                        records[0],
+                        records[-1] if topk_width else None,
+                        aligned,
                     )
                     for width in widths
                     for num_tokens in range(1, max_num_tokens + 1)
@@ -115,17 +124,21 @@ def warmup(
                     caches[0],
                     caches[-1] if topk_width else None,
                     {attn_sink, attn_sink and dcp_world_size == 1},
-                    decode_variants(problems),
+                    _by_backend(dispatch.requested(backend), problems, device),
                 )
             if dcp_world_size > 1:
                 _run_merge(dcp_world_size, num_heads, attn_sink, aligned, device)
         torch.cuda.synchronize()  # a fault in a kernel is warmup's, not the next call's
 
 
-def decode_variants(problems: Iterable[DecodeProblem]) -> set[DecodeConfig]:
-    """The decode configurations of these problems; any number of splits above 1 is one variant."""
-    configs = {decode_config(problem) for problem in problems}
-    return {replace(config, num_splits=min(config.num_splits, 2)) for config in configs}
+def _by_backend(
+    backend: str, problems: list[DecodeProblem], device: torch.device
+) -> dict[str, list[DecodeProblem]]:
+    """The problems that each backend will serve."""
+    served: dict[str, list[DecodeProblem]] = {}
+    for problem in problems:
+        served.setdefault(dispatch.choose(backend, device, problem), []).append(problem)
+    return served
 
 
 def _cuda_device(device: torch.device | str | None) -> torch.device | None:
@@ -163,23 +176,34 @@ def _run_index_ops(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     starts, seq_lens, table = zeros(2), zeros(1), zeros(1, 1)
+    mappings = [zeros(1, dtype=dtype) for dtype in SLOT_DTYPES]
+    windows: list[dict[str, Any]] = [{"window": window_width}]
+    if draft_width is not None:
+        windows.append({"width": draft_width, "causal": False})
     api.token_to_request(starts, 1)
     api.dcp_local_seq_lens(seq_lens, 1, *dcp)
     states_per_page = dcp[2]  # any multiple of the interleave
     # The window's slots are not sharded, nor are a selection's on one rank.
     for shard in {(1, 0, 1), dcp}:
-        for mapping in (None, *(zeros(1, dtype=dtype) for dtype in SLOT_DTYPES)):
+        for mapping in (None, *mappings):
             api.compressed_slot_mapping(
                 starts, seq_lens, table, 1, states_per_page, 1, mapping, *shard
             )
-    for replay_start in (None, zeros(1)):
-        api.sliding_window_indices(
-            starts, seq_lens, table, 1, PAGE_SIZE, window_width, replay_start=replay_start
-        )
-    if draft_width is not None:
-        api.sliding_window_indices(
-            starts, seq_lens, table, 1, PAGE_SIZE, width=draft_width, causal=False
-        )
+        for mapping in mappings:
+            # Without a window too: its width makes a variant.
+            for window in ({}, *({"swa_block_table": table, **window} for window in windows)):
+                api.decode_metadata(
+                    starts,
+                    seq_lens,
+                    1,
+                    swa_page_size=PAGE_SIZE,
+                    slot_mapping=mapping,
+                    dcp_world_size=shard[0],
+                    dcp_rank=shard[1],
+                    **window,
+                )
+    for window in windows:
+        api.sliding_window_indices(starts, seq_lens, table, 1, PAGE_SIZE, **window)
     for dtype in SLOT_DTYPES if topk else ():
         selected = zeros(1, topk, dtype=dtype)
         api.topk_to_slots(selected, starts, seq_lens, table, states_per_page, 1, *dcp)
@@ -199,32 +223,32 @@ def _run_decode(
     swa_cache: Tensor,
     cache: Tensor | None,
     sinks: set[bool],
-    configs: set[DecodeConfig],
+    served: dict[str, list[DecodeProblem]],
 ) -> None:
-    """One token without a visible row, through the launcher, which takes a configuration."""
-    from dsv41ops.kernels.triton.sparse_mla_decode import launch_sparse_mla_decode
-
+    """One token without a visible row, through the launchers, which take a variant's options."""
     device = swa_cache.device
     q = torch.zeros(1, num_heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
     sink = torch.zeros(num_heads, device=device)
     indices = torch.zeros(1, 1, dtype=torch.int32, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
     has_cache = cache is not None
-    for config in configs:
-        for with_sink in sinks:
-            launch_sparse_mla_decode(
-                q,
-                swa_cache,
-                indices,
-                lens,
-                cache,
-                indices if has_cache else None,
-                lens if has_cache else None,
-                sink if with_sink else None,
-                softmax_scale=1.0,
-                batch_invariant=False,
-                config=config,
-            )
+    for backend, problems in served.items():
+        module = import_module(f"dsv41ops.kernels.{backend}.sparse_mla_decode")
+        for options in module.variants(problems):
+            for with_sink in sinks:
+                module.launch_sparse_mla_decode(
+                    q,
+                    swa_cache,
+                    indices,
+                    lens,
+                    cache,
+                    indices if has_cache else None,
+                    lens if has_cache else None,
+                    sink if with_sink else None,
+                    softmax_scale=1.0,
+                    batch_invariant=False,
+                    **options,
+                )
 
 
 def _run_merge(

@@ -59,37 +59,34 @@ def step_context(
     ratios: tuple[int, ...],
     tables: dict[bool, Tensor],
 ) -> StepContext:
-    """Everything that a step's layers share, from the index ops and a little arithmetic."""
+    """Everything that a step's layers share, from one op and a little arithmetic."""
     num_tokens = inputs.token_ids.shape[0]
-    batch = (inputs.query_start_loc, inputs.seq_lens)
-    request = dsv41ops.token_to_request(inputs.query_start_loc, num_tokens)
-    row = request.clamp(min=0).long()
-    start, end = inputs.query_start_loc[:-1][row], inputs.query_start_loc[1:][row]
-    token = torch.arange(num_tokens, device=request.device)
-    position = inputs.seq_lens[row] - end + token
-    position = torch.where(request >= 0, position, -1)
-    swa_indices, swa_lens = dsv41ops.sliding_window_indices(
-        *batch, inputs.swa_block_table, num_tokens, geometry.swa_page_size, window
+    metadata = dsv41ops.decode_metadata(
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        num_tokens,
+        swa_block_table=inputs.swa_block_table,
+        swa_page_size=geometry.swa_page_size,
+        block_table_c1a=inputs.block_table if 1 in ratios else None,
+        block_table_c2a=inputs.block_table if 2 in ratios else None,
+        block_size=geometry.block_size,
+        window=window,
     )
+    row = metadata.req_id_per_token.clamp(min=0).long()
+    position = metadata.positions
+    token = torch.arange(num_tokens, device=position.device)
+    slots = {1: metadata.compressed_slot_mapping_c1a, 2: metadata.compressed_slot_mapping_c2a}
     return StepContext(
         inputs=inputs,
         request=row,
         position=position,
-        previous_in_step=token > start,
+        previous_in_step=token > inputs.query_start_loc[:-1][row],
         cos_sin={kind: table[position.clamp(min=0)] for kind, table in tables.items()},
         state_cos_sin={
             ratio: tables[True][(position // ratio * ratio).clamp(min=0)] for ratio in ratios
         },
-        # A window cache is a compressed cache of ratio 1.
-        swa_slots=dsv41ops.compressed_slot_mapping(
-            *batch, inputs.swa_block_table, num_tokens, geometry.swa_page_size, 1
-        ),
-        swa_indices=swa_indices,
-        swa_lens=swa_lens,
-        state_slots={
-            ratio: dsv41ops.compressed_slot_mapping(
-                *batch, inputs.block_table, num_tokens, geometry.states_per_page(ratio), ratio
-            )
-            for ratio in ratios
-        },
+        swa_slots=metadata.swa_slot_mapping,
+        swa_indices=metadata.swa_indices,
+        swa_lens=metadata.swa_lens,
+        state_slots={ratio: slots[ratio] for ratio in ratios},
     )

@@ -50,7 +50,7 @@ class Call:
     sink: Tensor | None = None
     scale: float = SCALE
 
-    def run(self, **options: bool) -> tuple[Tensor, Tensor]:
+    def run(self, **options: bool | str) -> tuple[Tensor, Tensor]:
         extra = self.parts[1] if len(self.parts) == 2 else None
         window = self.parts[0]
         return dsv41ops.sparse_mla_decode(

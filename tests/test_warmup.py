@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import dsv41ops
-from dsv41ops.configs import DecodeProblem, decode_config
+from dsv41ops import dispatch
+from dsv41ops.configs import DecodeProblem, decode_config, decode_variants
 from dsv41ops.schemas import SCHEMAS
 from tests.export.fresh import run_fresh
 
@@ -35,6 +36,7 @@ NUM_SMS = 132
         ({"topk": 0}, ValueError, "topk: expected at least 1, got 0"),
         ({"max_num_tokens": 0}, ValueError, "max_num_tokens: expected at least 1, got 0"),
         ({"dcp_rank": 1}, ValueError, "dcp_rank: expected 0 <= rank < dcp_world_size = 1, got 1"),
+        ({"backend": "fast"}, ValueError, "backend: expected one of auto, .*, got 'fast'"),
         ({"cp_interleave": 0}, ValueError, "cp_interleave: expected at least 1, got 0"),
         ({"device": "meta"}, ValueError, "device: expected a CUDA device or a CPU, got meta"),
     ],
@@ -82,21 +84,22 @@ class Launches:
         return {variant.key for variant in self._record(call, "")}
 
 
+def only_triton(backend: str, device: torch.device, problem: DecodeProblem | None) -> str | None:
+    return None if backend == "triton" else "not here"
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """With a CPU in the place of a GPU."""
     recorder = Launches()
-    from dsv41ops.kernels.triton import sparse_mla_decode
-
+    dispatch._chosen.cache_clear()
     module = sys.modules["dsv41ops.warmup"]  # the package's attribute is the function
     monkeypatch.setattr(module, "api", recorder.api)
     monkeypatch.setattr(module, "_cuda_device", lambda device: CPU)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    properties = SimpleNamespace(multi_processor_count=NUM_SMS, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(sparse_mla_decode, "_sms_and_capability", lambda device: (NUM_SMS, 9))
+    monkeypatch.setattr(dispatch, "refusal", only_triton)
     return recorder
 
 
@@ -138,13 +141,25 @@ def step(
         api.sliding_window_indices(*batch, table, T, 32, replay_start=ints(7))
     else:
         api.sliding_window_indices(*batch, table, T, 32, width=draft, causal=False)
+    window: dict[str, Any] = {"swa_block_table": table, "swa_page_size": 32}
+    if draft is not None:
+        window |= {"width": draft, "causal": False}
+    rank = {"dcp_world_size": world, "dcp_rank": dcp[1]}
+    interleaves = {"cp_interleave_c1a": 2 * interleave, "cp_interleave_c2a": interleave}
+    pages = {"block_table_c1a": table, "block_table_c2a": table, "block_size": 16 * interleave}
+    for mapping in (None, ints(T, dtype=slots)):
+        api.decode_metadata(*batch, T, **window, slot_mapping=mapping)
+        if record is not None:
+            compressed = {**pages, **rank, **interleaves, "slot_mapping": mapping}
+            api.decode_metadata(*batch, T, **window, **compressed, replay_start=ints(7))
+            api.decode_metadata(*batch, T, **compressed)
     kv = shifted((T, 512), torch.bfloat16, offset)
     swa_cache = dsv41ops.new_kv_cache(9, 32, swa)
     q = shifted((T, heads, 512), torch.bfloat16, offset)
-    window = (q, swa_cache, ints(T, draft or 128), ints(T))
+    rows = (q, swa_cache, ints(T, draft or 128), ints(T))
     attn_sink = torch.zeros(heads) if sink else None
     api.kv_cache_insert(kv, ints(T, dtype=slots), swa_cache)
-    api.sparse_mla_decode(*window, attn_sink=attn_sink, batch_invariant=batch_invariant)
+    api.sparse_mla_decode(*rows, attn_sink=attn_sink, batch_invariant=batch_invariant)
     if record is None:
         return
     cache = dsv41ops.new_kv_cache(9, 8 * interleave, record)
@@ -154,7 +169,7 @@ def step(
     api.kv_cache_gather(cache, ints(T, dtype=slots))
     api.topk_to_slots(ints(T, topk, dtype=slots), *batch, table, 8 * interleave, 2, *dcp)
     api.sparse_mla_decode(
-        *window,
+        *rows,
         cache,
         ints(T, topk),
         ints(T),
@@ -208,8 +223,6 @@ def test_every_variant_of_a_step_is_warm(launches: Launches, name: str) -> None:
 
 def test_variants_follow_every_step_size() -> None:
     """Split and unsplit are two variants; the number of splits makes none."""
-    from dsv41ops.warmup import decode_variants
-
     problems = [DecodeProblem(T, 64, 128, 512, NUM_SMS) for T in range(1, 1025)]
     assert len({decode_config(problem).num_splits for problem in problems}) > 2
     assert {config.num_splits for config in decode_variants(problems)} == {1, 2}
@@ -219,3 +232,29 @@ def test_refuses_while_capturing(launches: Launches, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="warmup: called while a CUDA graph is captured"):
         dsv41ops.warmup(8)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_runs_the_backends_that_serve(
+    launches: Launches, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The named one alone; for ``auto`` every one that a step may choose."""
+    module = SimpleNamespace(ran=[], variants=lambda problems: [{}])
+    module.launch_sparse_mla_decode = lambda *args, **kwargs: module.ran.append(args)
+    monkeypatch.setitem(sys.modules, "dsv41ops.kernels.flash_mla.sparse_mla_decode", module)
+    monkeypatch.setattr(dispatch, "refusal", lambda backend, device, problem: None)
+    times = {64: {8: {"triton": 1.0, "flash_mla": 2.0}, 16: {"triton": 2.0, "flash_mla": 1.0}}}
+    monkeypatch.setattr(
+        dispatch, "measured_times", lambda capability: {"fp8_ds_mla+fp8_ds_mla": times}
+    )
+    backend = "flash_mla" if named else "auto"
+    keys = launches.of(
+        lambda: dsv41ops.warmup(64, "auto", "auto", backend=backend, max_num_tokens=16)
+    )
+    assert len(module.ran) == 2  # with and without the compressed cache
+    assert any(key[0] == "_sparse_mla_decode_kernel" for key in keys) != named
+
+
+def test_a_backend_that_cannot_serve_is_refused(launches: Launches) -> None:
+    with pytest.raises(dsv41ops.UnsupportedError, match="flash_mla: not here"):
+        launches.of(lambda: dsv41ops.warmup(64, backend="flash_mla"))

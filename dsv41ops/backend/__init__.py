@@ -1,5 +1,6 @@
-"""What an engine asks for: ``description`` (capabilities, page shapes), ``builder`` and ``window``
-(a step's metadata), ``split`` (decodes and prompts), ``dcp``, ``layer_types``, ``metadata``.
+"""What an engine asks for: ``description`` (capabilities, page shapes), ``builder``, ``window``
+and ``step`` (a step's metadata), ``split`` (decodes and prompts), ``dcp``, ``layer_types``,
+``metadata``.
 """
 
 from dsv41ops.backend.builder import FlashMLASparseDSV41MetadataBuilder, SparseMLAMetadataBuilder
@@ -14,6 +15,7 @@ from dsv41ops.backend.metadata import (
     SparseMLAMetadata,
 )
 from dsv41ops.backend.split import DecodeSplit, split_decodes_and_prefills
+from dsv41ops.backend.step import StepMetadata, StepMetadataBuilder
 from dsv41ops.backend.window import SlidingWindowMetadataBuilder, draft_window_width
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "SlidingWindowMetadataBuilder",
     "SparseMLAMetadata",
     "SparseMLAMetadataBuilder",
+    "StepMetadata",
+    "StepMetadataBuilder",
     "draft_window_width",
     "layer_type",
     "layer_types",

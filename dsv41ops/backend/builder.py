@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dsv41ops.api import compressed_slot_mapping_out, dcp_local_seq_lens, token_to_request
+from dsv41ops.api import decode_metadata, decode_metadata_out
 from dsv41ops.backend.arguments import require_int, require_states_per_page
 from dsv41ops.backend.capture import AttentionCGSupport
 from dsv41ops.backend.dcp import SINGLE_RANK, DCPGeometry
@@ -38,6 +38,7 @@ class MetadataBuilder:
         # vLLM's name: the longest query that is still a decode.
         self.reorder_batch_threshold = 1 + num_speculative_tokens
         self.device = device
+        self._left_out = self._empty_buffers()
 
     @classmethod
     def get_cudagraph_support(cls) -> AttentionCGSupport:
@@ -56,6 +57,20 @@ class MetadataBuilder:
         # An inference tensor could not be written outside inference mode; this one can, anywhere.
         with torch.inference_mode(False):
             return torch.full(shape, fill, dtype=dtype, device=self.device)
+
+    def _empty_buffers(self) -> dict[str, Tensor]:
+        """What ``decode_metadata_out`` takes for a buffer that it leaves alone, by argument."""
+        with torch.inference_mode(False):
+            start = torch.zeros(1, dtype=torch.int32, device=self.device)
+            return decode_metadata(start, start[1:], num_tokens=0)._asdict()
+
+    def _launch(
+        self, common: CommonAttentionMetadata, num_tokens: int, wanted: dict[str, Any]
+    ) -> None:
+        """Fill the buffers among ``wanted``, which also says from what; all in one launch."""
+        decode_metadata_out(
+            common.query_start_loc, common.seq_lens, num_tokens, **{**self._left_out, **wanted}
+        )
 
     def _check_batch(self, common: CommonAttentionMetadata) -> int:
         """``T`` of a batch that fits the buffers; what the ops check themselves is left to them."""
@@ -139,67 +154,64 @@ class SparseMLAMetadataBuilder(MetadataBuilder):
         """
         common = common_attn_metadata
         num_tokens = self._check_batch(common)
-        self.req_id_per_token_buffer.copy_(
-            token_to_request(common.query_start_loc, self.max_num_batched_tokens)
-        )
+        self._launch(common, num_tokens, self._wanted(common))
+        return self._metadata(common, num_tokens, self.req_id_per_token_buffer)
+
+    def _wanted(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        """This cache's arguments of ``decode_metadata_out``."""
+        wanted: dict[str, Any] = {"req_id_per_token": self.req_id_per_token_buffer}
+        if self.compress_ratio == 1 and not self.dcp.enabled:
+            return wanted
+        kind = f"c{self.compress_ratio}a"
+        wanted |= {
+            f"block_table_{kind}": common.block_table_tensor,
+            "block_size": self.block_size,
+            "dcp_world_size": self.dcp.dcp_world_size,
+            "dcp_rank": self.dcp.dcp_rank,
+            f"cp_interleave_{kind}": self.dcp.cp_interleave,
+        }
+        if self.compress_ratio > 1:
+            replayed = common.replay_slot_mapping
+            if replayed is None and not self.dcp.enabled:
+                replayed = common.slot_mapping
+            wanted["slot_mapping"] = replayed
+            wanted[f"compressed_slot_mapping_{kind}"] = self.compressed_slot_mapping_buffer
+        if self.dcp_local_seq_lens_buffer is not None:
+            wanted[f"dcp_local_seq_lens_{kind}"] = self.dcp_local_seq_lens_buffer
+            num_rows = common.seq_lens.shape[0]
+            if num_rows > self.max_num_batched_tokens:
+                raise ValueError(
+                    "seq_lens: expected at most max_num_batched_tokens = "
+                    f"{self.max_num_batched_tokens} requests, got {num_rows}"
+                )
+        return wanted
+
+    def _metadata(
+        self, common: CommonAttentionMetadata, num_tokens: int, req_id_per_token: Tensor
+    ) -> SparseMLAMetadata:
+        """Views of the buffers, which hold this step's values."""
+        # At ratio 1 every token is a state: the engine's slots are the states'.
+        slot_mapping = common.slot_mapping
+        if self.compress_ratio > 1:
+            slot_mapping = self.compressed_slot_mapping_buffer[:num_tokens]
+        local_seq_lens = self.dcp_local_seq_lens_buffer
+        if local_seq_lens is not None:
+            local_seq_lens = local_seq_lens[: common.seq_lens.shape[0]]
         return SparseMLAMetadata(
             num_reqs=common.num_reqs,
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
-            slot_mapping=self._slot_mapping(common, num_tokens),
+            slot_mapping=slot_mapping,
             block_table=common.block_table_tensor,
-            req_id_per_token=self.req_id_per_token_buffer[:num_tokens],
+            req_id_per_token=req_id_per_token[:num_tokens],
             block_size=self.block_size,
             topk_tokens=self.topk_tokens,
             cp_kv_cache_interleave_size=self.dcp.cp_interleave,
             seq_lens=common.seq_lens,
-            dcp_local_seq_lens=self._local_seq_lens(common),
+            dcp_local_seq_lens=local_seq_lens,
         )
-
-    def _slot_mapping(self, common: CommonAttentionMetadata, num_tokens: int) -> Tensor:
-        if self.compress_ratio == 1:
-            return common.slot_mapping  # a state per token: the engine's slots are the states'
-        replayed = common.replay_slot_mapping
-        if replayed is None and not self.dcp.enabled:
-            replayed = common.slot_mapping
-        compressed_slot_mapping_out(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            num_tokens,
-            self.states_per_page,
-            self.compress_ratio,
-            replayed,
-            self.dcp.dcp_world_size,
-            self.dcp.dcp_rank,
-            self.dcp.cp_interleave,
-            out=self.compressed_slot_mapping_buffer,
-        )
-        return self.compressed_slot_mapping_buffer[:num_tokens]
-
-    def _local_seq_lens(self, common: CommonAttentionMetadata) -> Tensor | None:
-        if self.dcp_local_seq_lens_buffer is None:
-            return None
-        num_rows = common.seq_lens.shape[0]
-        if num_rows > self.max_num_batched_tokens:
-            raise ValueError(
-                "seq_lens: expected at most max_num_batched_tokens = "
-                f"{self.max_num_batched_tokens} requests, got {num_rows}"
-            )
-        local = self.dcp_local_seq_lens_buffer[:num_rows]
-        self.dcp_local_seq_lens_buffer[num_rows:].zero_()
-        local.copy_(
-            dcp_local_seq_lens(
-                common.seq_lens,
-                self.compress_ratio,
-                self.dcp.dcp_world_size,
-                self.dcp.dcp_rank,
-                self.dcp.cp_interleave,
-            )
-        )
-        return local
 
 
 class FlashMLASparseDSV41MetadataBuilder(SparseMLAMetadataBuilder):

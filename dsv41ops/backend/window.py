@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dsv41ops.api import sliding_window_indices_out
 from dsv41ops.backend.arguments import require_int, require_states_per_page
 from dsv41ops.backend.builder import Device, MetadataBuilder
 from dsv41ops.backend.capture import AttentionCGSupport
@@ -86,20 +85,26 @@ class SlidingWindowMetadataBuilder(MetadataBuilder):
         """Metadata of one step, from the window cache's own block table and slots."""
         common = common_attn_metadata
         num_tokens = self._check_batch(common)
+        self._launch(common, num_tokens, self._wanted(common))
+        return self._metadata(common, num_tokens)
+
+    def _wanted(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        """The window's arguments of ``decode_metadata_out``."""
         indices, lens = self._buffers(common)
-        sliding_window_indices_out(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            num_tokens,
-            self.page_size,
-            self.window,
-            indices.shape[1],
-            common.causal,
-            common.replay_start,
-            out=indices,
-            lens=lens,
-        )
+        return {
+            "swa_block_table": common.block_table_tensor,
+            "swa_page_size": self.page_size,
+            "window": self.window,
+            "width": indices.shape[1],
+            "causal": common.causal,
+            "replay_start": common.replay_start,
+            "swa_indices": indices,
+            "swa_lens": lens,
+        }
+
+    def _metadata(self, common: CommonAttentionMetadata, num_tokens: int) -> SlidingWindowMetadata:
+        """Views of the buffers, which hold this step's values."""
+        indices, lens = self._buffers(common)
         swa_indices, swa_lens = indices[:num_tokens], lens[:num_tokens]
         plans: dict[LayerType, DecodePlan] = {}
         for kind in self.layer_types:

@@ -117,10 +117,10 @@ class Inputs:
 
         return arguments
 
-    def decode(self, case: DecodeCase) -> Prepared:
+    def decode(self, case: DecodeCase, backend: str = "auto") -> Prepared:
         arguments = self.decode_arguments(case)
         return Prepared(
-            run=lambda i: dsv41ops.sparse_mla_decode(**arguments(i)),
+            run=lambda i: dsv41ops.sparse_mla_decode(**arguments(i), backend=backend),
             reference=lambda i: decode_reference(arguments(i)),
             warm=self.decode_warm(case, arguments(0)["q"]),
             exact=False,
@@ -205,6 +205,19 @@ class Inputs:
             run=lambda i: dsv41ops.topk_to_slots(topk[i], starts, seq_lens[i], *rest),
             reference=lambda i: index.topk_to_slots(topk[i], starts, seq_lens[i], *rest),
             warm=(starts, seq_lens, table, topk),
+        )
+
+    def _decode_metadata(self, case: OpCase) -> Prepared:
+        """All caches present, one rank, as in a step of the release's model."""
+        starts, seq_lens = self._batch(case.size)
+        swa_table = self._table(case.size, WINDOW_PAGE, WINDOW_PAGE)
+        tables = [self._table(case.size, PAGE, PAGE // ratio) for ratio in (1, 2)]
+        caches = (swa_table, WINDOW_PAGE, tables[0], tables[1], PAGE)
+        rest = (case.size, *caches, WINDOW, None, True, None, None, 1, 0, 1, 1)
+        return Prepared(
+            run=lambda i: dsv41ops.decode_metadata(starts, seq_lens[i], *rest),
+            reference=lambda i: index.decode_metadata(starts, seq_lens[i], *rest),
+            warm=(starts, seq_lens, swa_table, *tables),
         )
 
     def _rows_of(self, case: OpCase) -> tuple[Tensor, Tensor]:

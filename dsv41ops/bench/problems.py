@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsv41ops.configs import DecodeProblem
 from dsv41ops.layouts import HEAD_DIM, record_named
 
 WINDOW = 128
@@ -25,6 +26,7 @@ INDEX_OPS = (
     "dcp_local_seq_lens",
     "sliding_window_indices",
     "topk_to_slots",
+    "decode_metadata",
 )
 ROW_OPS = ("kv_cache_insert", "kv_cache_gather")
 RECORDS = ("fp8_ds_mla", "mxfp8", "nvfp4", "bf16")
@@ -61,6 +63,19 @@ class DecodeCase:
         """Row bytes of the two caches, as ``528+288``."""
         window, compressed = record_named(self.window_record), record_named(self.record)
         return f"{window.row_bytes}+{compressed.row_bytes}"
+
+    def problem(self, num_sms: int, capability: int) -> DecodeProblem:
+        """As the choice of a backend sees it."""
+        return DecodeProblem(
+            self.num_tokens,
+            self.num_heads,
+            WINDOW,
+            TOPK,
+            num_sms,
+            capability=capability,
+            window_record=self.window_record,
+            record=self.record,
+        )
 
     @property
     def label(self) -> str:

@@ -27,17 +27,21 @@ def header(run: BenchRun) -> str:
             f"copy: {run.roofline.bytes_per_s / 1e9:.0f} GB/s read and written",
             f"bf16 matmul: {run.roofline.flops_per_s / 1e12:.0f} TFLOP/s",
             f"empty kernel: {run.launch.us:.2f} us",
+            *(f"{name}: {reason or 'serves'}" for name, reason in run.backends.items()),
             f"FlashMLA: {run.flash_mla}",
         ]
     )
 
 
 def decode_table(run: BenchRun) -> str:
+    """``us`` is the time of ``auto``, whose choice has a star in the backends' columns."""
+    backends = [name for name in run.backends if any(name in r.times for r in run.decode)]
     columns = (
         "records",
         "H",
         "T",
         "us",
+        *backends,
         "TFLOP/s",
         "GB/s",
         "roofline",
@@ -53,6 +57,7 @@ def decode_table(run: BenchRun) -> str:
                 str(case.num_heads),
                 str(case.num_tokens),
                 _time(us),
+                *(_backend_time(result, backend) for backend in backends),
                 f"{tflops(case.work, us):.1f}",
                 f"{gigabytes_per_s(case.work, us):.0f}",
                 f"{run.share(case.work, us):.0%}",
@@ -111,6 +116,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int) 
 
 def _us(result: DecodeResult) -> str:
     return _time(result.timing.us)
+
+
+def _backend_time(result: DecodeResult, backend: str) -> str:
+    if backend not in result.times:
+        return NONE
+    return _time(result.times[backend].us) + ("*" if backend == result.choice else "")
 
 
 def _time(us: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,18 @@ from dsv41ops.bench.timing import Timing
 @dataclass(frozen=True)
 class DecodeResult:
     case: DecodeCase
-    timing: Timing
-    flash_mla_us: float | None
+    times: Mapping[str, Timing]  # of every backend that can serve the case
+    choice: str  # of `auto`
+    flash_mla_us: float | None  # FlashMLA's kernels by themselves
+
+    @property
+    def timing(self) -> Timing:
+        """Of ``auto``."""
+        return self.times[self.choice]
+
+    @property
+    def fastest(self) -> str:
+        return min(self.times, key=lambda backend: self.times[backend].us)
 
     @property
     def ratio(self) -> float | None:
@@ -41,12 +52,14 @@ class BenchRun:
     """One run of the bench."""
 
     gpu: str
+    capability: int  # major
     torch: str
     triton: str
     command: str
     roofline: Roofline
     launch: Timing  # of an empty kernel
     flash_mla: str  # its version, or why it was not run
+    backends: Mapping[str, str | None]  # why one cannot serve here at all
     decode: list[DecodeResult] = field(default_factory=list)
     ops: list[OpResult] = field(default_factory=list)
 
@@ -65,6 +78,7 @@ class BenchRun:
             "matmul_tflops": self.roofline.flops_per_s / 1e12,
             "empty_kernel_us": self.launch.us,
             "flash_mla": self.flash_mla,
+            "backends": dict(self.backends),
             "sparse_mla_decode": [self._decode_row(result) for result in self.decode],
             "ops": [self._op_row(result) for result in self.ops],
         }
@@ -78,6 +92,8 @@ class BenchRun:
             "num_tokens": case.num_tokens,
             **_times(result.timing),
             **self._rates(case.work, result.timing.us),
+            "backend": result.choice,
+            "backend_us": {backend: timing.us for backend, timing in result.times.items()},
             "flash_mla_us": result.flash_mla_us,
             "ratio": result.ratio,
         }

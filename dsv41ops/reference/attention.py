@@ -22,6 +22,7 @@ def sparse_mla_decode(
     attn_sink: Tensor | None,
     softmax_scale: float,
     batch_invariant: bool,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty((num_tokens, num_heads, head_dim))

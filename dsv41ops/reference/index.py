@@ -95,3 +95,50 @@ def topk_to_slots(
     state = torch.where(state < visible[:, None], state, -1)
     local = local_state(state, dcp_world_size, dcp_rank, cp_interleave)
     return pack_left(slot_of(block_table, request[:, None], local, states_per_page))
+
+
+def decode_metadata(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    swa_block_table: Tensor | None,
+    swa_page_size: int | None,
+    block_table_c1a: Tensor | None,
+    block_table_c2a: Tensor | None,
+    block_size: int | None,
+    window: int,
+    width: int | None,
+    causal: bool,
+    replay_start: Tensor | None,
+    slot_mapping: Tensor | None,
+    dcp_world_size: int,
+    dcp_rank: int,
+    cp_interleave_c1a: int,
+    cp_interleave_c2a: int,
+) -> tuple[Tensor, ...]:
+    batch = (query_start_loc, seq_lens)
+    request = token_to_request(query_start_loc, num_tokens)
+    _, position, _ = token_positions(*batch, num_tokens)
+    swa_slots = seq_lens.new_empty((0,), dtype=torch.int64)
+    swa_rows = seq_lens.new_empty((0, window if width is None else width)), seq_lens.new_empty(0)
+    if swa_block_table is not None and swa_page_size is not None:
+        swa = (*batch, swa_block_table, num_tokens, swa_page_size)
+        # To its slots the window cache is one of ratio 1, whole on every rank.
+        swa_slots = compressed_slot_mapping(*swa, 1, None, 1, 0, 1)
+        swa_rows = sliding_window_indices(*swa, window, width, causal, replay_start)
+    slots, lens = [], []
+    for ratio, table, cp_interleave in (
+        (1, block_table_c1a, cp_interleave_c1a),
+        (2, block_table_c2a, cp_interleave_c2a),
+    ):
+        if table is None or block_size is None:
+            slots.append(seq_lens.new_empty((0,), dtype=torch.int64))
+            lens.append(seq_lens.new_empty(0))
+            continue
+        dcp = (dcp_world_size, dcp_rank, cp_interleave)
+        states = block_size // ratio
+        slots.append(
+            compressed_slot_mapping(*batch, table, num_tokens, states, ratio, slot_mapping, *dcp)
+        )
+        lens.append(dcp_local_seq_lens(seq_lens, ratio, *dcp))
+    return request, position, swa_slots, *swa_rows, *slots, *lens

@@ -7,15 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from dsv41ops import dispatch
 from dsv41ops.bench import cli, flash_mla, roofline
 from dsv41ops.bench.check import WrongResultError
 from dsv41ops.bench.problems import DecodeCase
 from dsv41ops.bench.progress import Progress
+from dsv41ops.configs import DecodeProblem
+from dsv41ops.kernels.flash_mla import library
 from tests.bench.runs import ROOFLINE, made_up_run, small_inputs, small_plan, timing
 from tests.export.fresh import ROOT, run_fresh
 
@@ -95,6 +99,23 @@ def test_writes_table_and_json(
     assert json.loads(path.read_text())["gpu"] == "made-up GPU"
 
 
+def test_table_is_what_auto_reads(
+    gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "bench", lambda *args: made_up_run())
+    path = tmp_path / "table.json"
+    assert cli.main(["--table", str(path)]) == 0
+    assert " 25.0* |" in capsys.readouterr().out  # marked as this table chooses
+    problem = DecodeCase("fp8_ds_mla", "fp8_ds_mla", 16, 1).problem(132, 9)
+    times = dispatch.read_times(path.read_text(), capability=9)
+    assert dispatch.fastest_first(problem, times)[0] == "triton"
+    assert dispatch.fastest_first(replace(problem, num_tokens=2), times)[0] == "flash_mla"
+    assert dispatch.read_times(path.read_text(), capability=10) == {}
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's measurements made up; its cases run on the CPU."""
@@ -102,6 +123,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "made-up GPU")
     monkeypatch.setattr(roofline, "measure", lambda device: ROOFLINE)
     monkeypatch.setattr(cli, "time_calls", lambda run, calls, warm=(): timing(5.0))
+    monkeypatch.setattr(dispatch, "refusal", two_backends)
+
+
+def two_backends(backend: str, device: torch.device, problem: DecodeProblem | None) -> str | None:
+    return None if backend in ("triton", "flash_mla") else "not here"
 
 
 def test_run_without_flash_mla(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +140,8 @@ def test_run_without_flash_mla(measured: None, monkeypatch: pytest.MonkeyPatch) 
     assert [result.case for result in run.ops] == list(small_plan().ops)
     assert run.flash_mla == "not compared: not installed"
     assert all(result.ratio is None for result in run.decode)
+    assert all(set(result.times) == {"triton", "flash_mla"} for result in run.decode)
+    assert all(result.choice in result.times for result in run.decode)
 
 
 def test_run_beside_flash_mla(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +179,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
         return out[:, None] * factor, lse[:, :, None], torch.zeros(1), torch.zeros(1)
 
     monkeypatch.setattr(flash_mla, "load", lambda device: op)
-    monkeypatch.setattr(flash_mla, "version", lambda: "sgl-flash-mla 1.0.0")
+    monkeypatch.setattr(library, "version", lambda: "sgl-flash-mla 1.0.0")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 

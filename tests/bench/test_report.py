@@ -34,12 +34,25 @@ def test_decode_table() -> None:
         "H": "16",
         "T": "1",
         "us": "8.50",
+        "triton": "8.50*",
+        "flash_mla": "25.0",
         "TFLOP/s": f"{work.flops / 8.5e6:.1f}",
         "GB/s": f"{work.num_bytes / 8.5e3:.0f}",
         "roofline": f"{work.num_bytes / 4e6 / 8.5:.0%}",
         "FlashMLA us": "20.0",
         "ratio": "0.42",
     }
+
+
+def test_backends_side_by_side() -> None:
+    run = made_up_run()
+    rows = cells(report.decode_table(run))
+    assert [row[4:6] for row in rows[3:7:3]] == [["72.0*", "25.0"], ["8.50*", "-"]]
+    alone = cells(report.decode_table(made_up_run(flash_mla=False)))[0]
+    assert "triton" in alone
+    assert "flash_mla" not in alone
+    header = report.header(made_up_run(flash_mla=False)).splitlines()
+    assert {"triton: serves", "flash_mla: not installed"} <= set(header)
 
 
 def test_compute_bound_share() -> None:
@@ -80,6 +93,9 @@ def test_json_round_trip(flash_mla: bool) -> None:
     assert (first["record"], first["num_heads"], first["num_tokens"]) == ("fp8_ds_mla", 16, 1)
     assert (first["us"], first["fastest_us"], first["slowest_us"]) == (8.5, 7.65, 12.75)
     assert first["ratio"] == result.ratio
+    assert first["backend"] == "triton"
+    assert first["backend_us"]["triton"] == 8.5
+    assert data["backends"]["triton"] is None
     assert data["ops"][0]["R"] == 512
     assert "gb_per_s" not in data["ops"][0]
     assert data["ops"][1]["empty_kernels"] == 2.0

@@ -154,12 +154,42 @@ class Buffers(nn.Module):
         self.slots = nn.Buffer(torch.full((32,), 5, dtype=torch.int64))
         self.indices = nn.Buffer(torch.full((32, 8), 5, dtype=torch.int32))
         self.lens = nn.Buffer(torch.full((32,), 5, dtype=torch.int32))
+        # Of the fused op, all but what is left out.
+        self.request = nn.Buffer(torch.full((32,), 5, dtype=torch.int32))
+        self.positions = nn.Buffer(torch.full((32,), 5, dtype=torch.int64))
+        self.swa_slots = nn.Buffer(torch.full((32,), 5, dtype=torch.int64))
+        self.swa_indices = nn.Buffer(torch.full((32, 8), 5, dtype=torch.int32))
+        self.swa_lens = nn.Buffer(torch.full((32,), 5, dtype=torch.int32))
+        self.c1a_slots = nn.Buffer(torch.empty(0, dtype=torch.int64))
+        self.c2a_slots = nn.Buffer(torch.full((32,), 5, dtype=torch.int64))
+        self.c1a_lens = nn.Buffer(torch.empty(0, dtype=torch.int32))
+        self.c2a_lens = nn.Buffer(torch.full((32,), 5, dtype=torch.int32))
 
     def forward(self, tokens: Tensor, starts: Tensor, seq_lens: Tensor, table: Tensor) -> None:
         batch = (starts, seq_lens, table, tokens.shape[0])
         dsv41ops.compressed_slot_mapping_out(*batch, PAGE, 2, out=self.slots)
         dsv41ops.sliding_window_indices_out(
             *batch, PAGE, window=8, out=self.indices, lens=self.lens
+        )
+        dsv41ops.decode_metadata_out(
+            starts,
+            seq_lens,
+            tokens.shape[0],
+            swa_block_table=table,
+            swa_page_size=PAGE,
+            block_table_c1a=table,
+            block_table_c2a=table,
+            block_size=2 * PAGE,
+            window=8,
+            req_id_per_token=self.request,
+            positions=self.positions,
+            swa_slot_mapping=self.swa_slots,
+            swa_indices=self.swa_indices,
+            swa_lens=self.swa_lens,
+            compressed_slot_mapping_c1a=self.c1a_slots,
+            compressed_slot_mapping_c2a=self.c2a_slots,
+            dcp_local_seq_lens_c1a=self.c1a_lens,
+            dcp_local_seq_lens_c2a=self.c2a_lens,
         )
 
 

@@ -27,6 +27,9 @@ FREE_DIMS = {
     "block_table": (0, 1),
     "slot_mapping": (0,),
     "replay_start": (0,),
+    "swa_block_table": (0, 1),
+    "block_table_c1a": (0, 1),
+    "block_table_c2a": (0, 1),
     "topk_indices": (0, 1),
     "kv": (0,),
     "cache": (0,),
@@ -42,15 +45,27 @@ FREE_DIMS = {
     "out": (0,),
     "lens": (0,),
     "lse": (0, 1),
+    "req_id_per_token": (0,),
+    "positions": (0,),
+    "swa_slot_mapping": (0,),
+    "compressed_slot_mapping_c1a": (0,),
+    "compressed_slot_mapping_c2a": (0,),
+    "dcp_local_seq_lens_c1a": (0,),
+    "dcp_local_seq_lens_c2a": (0,),
 }
-# A twin's buffer shares this dimension with an input, where the op has one that is free.
-OUT_DIMS = {"topk_to_slots_out": (0, 1), "sparse_mla_decode_out": (0, 1)}
+# A twin's buffer shares a dimension with an input only where the op has one that is free.
+BUFFER_DIMS = {
+    ("topk_to_slots_out", "out"): (0, 1),
+    ("sparse_mla_decode_out", "out"): (0, 1),
+    ("decode_metadata_out", "swa_indices"): (0,),
+}
 EVERYTHING_GIVEN = {
     "token_to_request": "T17",
     "compressed_slot_mapping": "dcp_slot_mapping",
     "dcp_local_seq_lens": "interleave4",
     "sliding_window_indices": "replay_start",
     "topk_to_slots": "dcp",
+    "decode_metadata": "all",
     "kv_cache_insert": "nvfp4_T17",
     "kv_cache_gather": "nvfp4_N17",
     "sparse_mla_decode": "all",
@@ -67,7 +82,7 @@ def test_every_size_unbacked(op: str, strict: bool) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(public(op), backend=counter, fullgraph=True)
     for name, tensor in tensors_of(arguments).items():
-        for dim in OUT_DIMS.get(op, FREE_DIMS[name]) if name == "out" else FREE_DIMS[name]:
+        for dim in BUFFER_DIMS.get((op, name), FREE_DIMS[name]):
             mark_unbacked(tensor, dim, strict=strict)
     compiled_result = compiled(**arguments)
     eager_result = overload(op)(**again)

@@ -129,6 +129,10 @@ class Toy(nn.Module):
         selected, selected_lens = dsv41ops.topk_to_slots(
             topk_indices, *batch, block_table, PAGE, RATIO
         )
+        shared = dsv41ops.decode_metadata(
+            *batch, T, window_table, PAGE, block_table, block_table, RATIO * PAGE, WINDOW
+        )
+        near_window = (shared.swa_indices, shared.swa_lens)
         none = torch.zeros_like(swa_lens)
         for layer in self.layers:
             x = hidden.to(torch.bfloat16)
@@ -136,7 +140,7 @@ class Toy(nn.Module):
             q = (x @ layer.wq).view(-1, HEADS, 512)
             dsv41ops.kv_cache_insert(kv, window_slots, layer.window)
             dsv41ops.kv_cache_insert(kv, slots, layer.compressed)
-            near = dsv41ops.sparse_mla_decode(q, layer.window, swa_indices, swa_lens)
+            near = dsv41ops.sparse_mla_decode(q, layer.window, *near_window)
             far = dsv41ops.sparse_mla_decode(
                 q, layer.window, swa_indices, none, layer.compressed, selected, selected_lens
             )

@@ -180,6 +180,29 @@ def _topk_to_slots(
     }
 
 
+def _decode_metadata(
+    T: int, device: torch.device, present: str = "swa c2a", **extra: Any
+) -> Arguments:
+    """A step with the window's cache, C1A's and C2A's as ``present``, each with its own pages."""
+    common = geometry(T, device)
+    table = common.pop("block_table")
+    arguments = {**common, "num_tokens": T}
+    if "swa" in present:
+        arguments |= {"swa_block_table": table, "swa_page_size": PAGE}
+    for place, kind in enumerate(("c1a", "c2a")):
+        if kind in present:
+            arguments[f"block_table_{kind}"] = wide_rows(table.roll(place + 1, 1))
+            arguments["block_size"] = 2 * PAGE
+    return {**arguments, **extra}
+
+
+def _decode_metadata_replay(device: torch.device, dtype: torch.dtype, **extra: Any) -> Arguments:
+    arguments = _decode_metadata(17, device, "swa c1a c2a", **extra)
+    replay_start = _with_replay_start(device)["replay_start"]
+    slots = integers(-1, PAGE, (17 + 2,), device, dtype)
+    return {**arguments, "replay_start": replay_start, "slot_mapping": slots}
+
+
 def _kv_cache_insert(
     T: int,
     kv_cache_dtype: str,
@@ -318,6 +341,24 @@ _FUNCTIONAL: dict[str, dict[str, Maker]] = {
         "K1_T1": partial(_topk_to_slots, 1, K=1),
         "K0": partial(_topk_to_slots, 2, K=0),
         "dcp": partial(_topk_to_slots, 17, **_DCP),
+    },
+    "decode_metadata": {
+        **_over_tokens(_decode_metadata),
+        "all": partial(
+            _decode_metadata_replay,
+            dtype=torch.int64,
+            dcp_world_size=2,
+            dcp_rank=1,
+            cp_interleave_c1a=4,
+            cp_interleave_c2a=2,
+        ),
+        "replay_start": partial(_decode_metadata_replay, dtype=torch.int32, window=20, width=33),
+        "nothing": partial(_decode_metadata, 17, present=""),
+        "window_only": partial(_decode_metadata, 17, present="swa"),
+        "window_only_T1": partial(_decode_metadata, 1, present="swa", window=1),
+        "c1a": partial(_decode_metadata, 17, present="c1a"),
+        "c2a_T1": partial(_decode_metadata, 1, present="c2a"),
+        "draft": partial(_decode_metadata, 17, present="swa c1a c2a", width=192, causal=False),
     },
     "kv_cache_insert": {
         **{

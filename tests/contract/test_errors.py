@@ -14,6 +14,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dsv41ops.configs import BACKENDS
 from tests.contract.inputs import (
     OPS,
     Arguments,
@@ -136,6 +137,7 @@ STATES = [
 ]
 HEAD_DIM_ROWS = ": expected head_dim = 512 in dimension "
 SLOTS = "torch.int32 or torch.int64"
+ROWS_OR_NONE = ": expected at least 17 rows or none, got shape (16"
 INDEX_OUT = [
     *matrix("out"),
     shorter("out", ": expected at least 17 rows, got shape (16, "),
@@ -191,6 +193,36 @@ TABLE: dict[str, tuple[str, list[Row]]] = {
         ],
     ),
     "topk_to_slots": ("dcp", [*BATCH, *STATES, *matrix("topk_indices", SLOTS)]),
+    "decode_metadata": (
+        "all",
+        [
+            *[row for row in BATCH if row.argument != "block_table"],
+            *NUM_TOKENS,
+            *matrix("swa_block_table"),
+            value("swa_page_size", 0, ": expected at least 1 with swa_block_table, got 0"),
+            value("swa_page_size", None, ": expected at least 1 with swa_block_table, got None"),
+            *matrix("block_table_c1a"),
+            *matrix("block_table_c2a"),
+            value("block_size", 0, ": expected at least 1 with block_table_c1a, got 0"),
+            value("block_size", None, ": expected at least 1 with block_table_c1a, got None"),
+            value("block_size", 6, ": expected a multiple of 4 tokens, got 6"),
+            value("window", 0, ": expected at least 1, got 0"),
+            value("width", 127, ": expected at least window = 128, or None, got 127"),
+            Row("width", lambda _: None, ": expected window plus the draft block", "not_causal"),
+            *vector("replay_start"),
+            shorter("replay_start", ": expected len(seq_lens) = 5 in dimension 0, got shape (4,)"),
+            *vector("slot_mapping", right=SLOTS),
+            Row(
+                "slot_mapping",
+                lambda t: t[:16],
+                ": expected at least 17 rows, got shape (16,)",
+                "shorter_than_num_tokens",
+            ),
+            *DCP[:3],
+            value("cp_interleave_c1a", 0, ": expected at least 1, got 0"),
+            value("cp_interleave_c2a", 0, ": expected at least 1, got 0"),
+        ],
+    ),
     "kv_cache_insert": (
         "mxfp8_T17",
         [
@@ -245,6 +277,7 @@ TABLE: dict[str, tuple[str, list[Row]]] = {
             *vector("attn_sink", right="torch.float32")[1:],
             dtype("attn_sink", torch.bfloat16, "torch.float32"),
             shorter("attn_sink", ": expected heads = 2 in dimension 0, got shape (1,)"),
+            value("backend", "fast", f": expected one of auto, {', '.join(BACKENDS)}, got 'fast'"),
         ],
     ),
     "merge_attention_states": (
@@ -278,6 +311,28 @@ TWINS: dict[str, list[Row]] = {
     ],
     "sliding_window_indices_out": INDEX_OUT,
     "topk_to_slots_out": INDEX_OUT,
+    "decode_metadata_out": [
+        *matrix("swa_indices"),
+        shorter("swa_indices", ROWS_OR_NONE),
+        shorter("swa_indices", ": expected index width = 128 in dimension 1, got ", dim=1),
+        *vector("swa_lens"),
+        shorter("swa_lens", ": expected rows of swa_indices = 17 in dimension 0, got shape (16,)"),
+        *(
+            row
+            for name, right in (
+                ("req_id_per_token", "torch.int32"),
+                ("positions", "torch.int64"),
+                ("swa_slot_mapping", "torch.int64"),
+                ("compressed_slot_mapping_c1a", "torch.int64"),
+                ("compressed_slot_mapping_c2a", "torch.int64"),
+            )
+            for row in (*vector(name, right=right), shorter(name, ROWS_OR_NONE))
+        ),
+        *vector("dcp_local_seq_lens_c1a"),
+        shorter("dcp_local_seq_lens_c1a", ": expected at least 5 rows or none, got shape (4,)"),
+        *vector("dcp_local_seq_lens_c2a"),
+        shorter("dcp_local_seq_lens_c2a", ": expected at least 5 rows or none, got shape (4,)"),
+    ],
     "sparse_mla_decode_out": [
         dtype("out", torch.float32, "torch.bfloat16"),
         rank("out", 3),
@@ -355,6 +410,24 @@ def test_one_error_everywhere(op: str, row: Row, device: torch.device) -> None:
         assert meta == eager.replace(f"on {device}", "on meta")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_named_backend_needs_cuda(backend: str) -> None:
+    """The same in eager, fakes, traces and compiled code; a meta tensor's device says nothing."""
+    arguments = {**argument_sets("sparse_mla_decode")["all"](CPU), "backend": backend}
+    expected = f"backend: expected auto on a CPU, got '{backend}', which needs a CUDA device"
+    call = overload("sparse_mla_decode")
+    assert message(call, **arguments) == expected
+    with FakeTensorMode() as mode:
+        faked = {
+            k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in arguments.items()
+        }
+        assert message(call, **faked) == expected
+    compiled = torch.compile(public("sparse_mla_decode"), backend="eager", fullgraph=True)
+    with pytest.raises(TorchRuntimeError, match=re.escape(expected)):
+        compiled(**arguments)
+    call(**{name: as_meta(argument) for name, argument in arguments.items()})
+
+
 @pytest.mark.parametrize(("op", "row"), ONE_ROW_EACH)
 def test_compile_carries_the_message(op: str, row: Row) -> None:
     arguments = wrong(op, row, CPU)
@@ -394,7 +467,7 @@ def test_a_refused_call_writes_nothing(op: str) -> None:
             assert torch.equal(arguments[key], tensor), row
 
 
-WRONG_TYPES = {"Tensor": [1, 2], "SymInt": 1.5, "int": "1", "float": "1", "bool": "yes"}
+WRONG_TYPES = {"Tensor": [1, 2], "SymInt": 1.5, "int": "1", "float": "1", "bool": "yes", "str": 1}
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,12 @@ def test_promised_shapes(T: int, device: torch.device) -> None:
     assert call("sliding_window_indices") == [((T, 128), i32), ((T,), i32)]
     assert call("sliding_window_indices", width=192) == [((T, 192), i32), ((T,), i32)]
     assert call("topk_to_slots") == [((T, 5), i32), ((T,), i32)]
+    window = [((T,), torch.int64), ((T, 128), i32), ((T,), i32)]
+    R = argument_sets("decode_metadata")[f"T{T}"](device)["seq_lens"].shape[0]
+    c1a, c2a = ((0,), torch.int64), ((T,), torch.int64)
+    lens = [((0,), i32), ((R,), i32)]
+    per_token = [((T,), i32), ((T,), torch.int64)]
+    assert call("decode_metadata") == [*per_token, *window, c1a, c2a, *lens]
     assert call("sparse_mla_decode") == [((T, 2, 512), bf16), ((T, 2), f32)]
     assert call("merge_attention_states") == [((T, 2, 512), bf16), ((T, 2), f32)]
 

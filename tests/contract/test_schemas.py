@@ -47,17 +47,38 @@ FROZEN = {
         "int states_per_page, int compress_ratio, int dcp_world_size=1, int dcp_rank=0, "
         "int cp_interleave=1, *, Tensor(a!) out, Tensor(b!) lens) -> ()"
     ),
+    "decode_metadata": (
+        "(Tensor query_start_loc, Tensor seq_lens, SymInt num_tokens, "
+        "Tensor? swa_block_table=None, int? swa_page_size=None, Tensor? block_table_c1a=None, "
+        "Tensor? block_table_c2a=None, int? block_size=None, int window=128, int? width=None, "
+        "bool causal=True, Tensor? replay_start=None, Tensor? slot_mapping=None, "
+        "int dcp_world_size=1, int dcp_rank=0, int cp_interleave_c1a=1, int cp_interleave_c2a=1) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "decode_metadata_out": (
+        "(Tensor query_start_loc, Tensor seq_lens, SymInt num_tokens, "
+        "Tensor? swa_block_table=None, int? swa_page_size=None, Tensor? block_table_c1a=None, "
+        "Tensor? block_table_c2a=None, int? block_size=None, int window=128, int? width=None, "
+        "bool causal=True, Tensor? replay_start=None, Tensor? slot_mapping=None, "
+        "int dcp_world_size=1, int dcp_rank=0, int cp_interleave_c1a=1, int cp_interleave_c2a=1, "
+        "*, Tensor(a!) req_id_per_token, Tensor(b!) positions, Tensor(c!) swa_slot_mapping, "
+        "Tensor(d!) swa_indices, Tensor(e!) swa_lens, Tensor(f!) compressed_slot_mapping_c1a, "
+        "Tensor(g!) compressed_slot_mapping_c2a, Tensor(h!) dcp_local_seq_lens_c1a, "
+        "Tensor(i!) dcp_local_seq_lens_c2a) -> ()"
+    ),
     "kv_cache_insert": "(Tensor kv, Tensor slot_mapping, Tensor(a!) cache) -> ()",
     "kv_cache_gather": "(Tensor cache, Tensor slots) -> Tensor",
     "sparse_mla_decode": (
         "(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? cache=None, "
         "Tensor? topk_indices=None, Tensor? topk_lens=None, Tensor? attn_sink=None, "
-        "float softmax_scale=0.04419417382415922, bool batch_invariant=False) -> (Tensor, Tensor)"
+        "float softmax_scale=0.04419417382415922, bool batch_invariant=False, "
+        'str backend="auto") -> (Tensor, Tensor)'
     ),
     "sparse_mla_decode_out": (
         "(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? cache=None, "
         "Tensor? topk_indices=None, Tensor? topk_lens=None, Tensor? attn_sink=None, "
         "float softmax_scale=0.04419417382415922, bool batch_invariant=False, "
+        'str backend="auto", '
         "*, Tensor(a!) out, Tensor(b!) lse) -> ()"
     ),
     "merge_attention_states": (

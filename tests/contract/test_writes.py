@@ -20,6 +20,7 @@ EXACT = {
     "compressed_slot_mapping_out": "dcp",
     "sliding_window_indices_out": "replay_start",
     "topk_to_slots_out": "strided",
+    "decode_metadata_out": "all",
     "sparse_mla_decode_out": "all",
 }
 OUT = [op for op in OPS if op.endswith("_out")]
@@ -48,7 +49,7 @@ def test_out_is_the_functional_result(op: str, name: str, device: torch.device) 
     for key, want in zip(written(op), expected, strict=True):
         got, T = arguments[key], want.shape[0]
         assert torch.equal(got[:T], want), key
-        past_the_end = 77 if op == "sparse_mla_decode_out" else 0 if key == "lens" else -1
+        past_the_end = 77 if op == "sparse_mla_decode_out" else 0 if "lens" in key else -1
         assert bool((got[T:] == past_the_end).all()), key
 
 
@@ -64,6 +65,22 @@ def test_out_writes_inside_its_view_only(op: str, device: torch.device) -> None:
     for key, storage in guarded.items():
         assert bool((storage[:2] == 55).all() and (storage[-2:] == 55).all()), key
         assert not bool((storage[2:-2] == 55).any()), key
+
+
+@pytest.mark.parametrize("kept", written("decode_metadata_out"))
+def test_what_is_not_wanted_is_left_out(kept: str, device: torch.device) -> None:
+    """Every buffer on its own, the others empty, also of caches that are there."""
+    op = "decode_metadata_out"
+    arguments, whole = (argument_sets(op)["all"](device) for _ in range(2))
+    overload(op)(**whole)
+    keep = {kept, "swa_lens"} if kept == "swa_indices" else {kept}
+    keep |= {"swa_indices"} if kept == "swa_lens" else set()
+    for key in written(op):
+        if key not in keep:
+            arguments[key] = arguments[key][:0]
+    overload(op)(**arguments)
+    for key in keep:
+        assert torch.equal(arguments[key], whole[key]), key
 
 
 @pytest.mark.parametrize("name", argument_sets("kv_cache_insert"))

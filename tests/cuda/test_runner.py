@@ -15,12 +15,13 @@ from tests.export.fresh import run_fresh
 
 CUDA = torch.device("cuda")
 BUCKETS = (1, 8, 17, 64, 300)  # on an H200 attention is split in all but the last
-REQUESTS, TABLE_WIDTH, PAGE, STATES, HEADS, TOPK = 7, 12, 32, 16, 4, 24
+REQUESTS, TABLE_WIDTH, PAGE, STATES, TOPK = 7, 12, 32, 16, 24
 PAGES = REQUESTS * TABLE_WIDTH
 MAX_POSITIONS = 320
-REPLAYS = 250
+REPLAYS = 150  # for each pair of records, geometry and number of heads: 1,200 in all
 RECORDS = [("mxfp8", "nvfp4"), ("fp8_ds_mla", "fp8_ds_mla")]
 GEOMETRIES = [(1, 0, 1), (2, 1, 4)]
+HEADS = [4, 64]  # many tokens of 64 heads are attended to by a kernel of their own
 
 
 class Inputs(NamedTuple):
@@ -34,7 +35,7 @@ class Inputs(NamedTuple):
     q: Tensor
 
 
-def padding(size: int) -> Inputs:
+def padding(size: int, heads: int = HEADS[0]) -> Inputs:
     """Static inputs of a bucket; rows of ``states`` lie at odd addresses."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -48,11 +49,11 @@ def padding(size: int) -> Inputs:
         zeros(size, dtype=torch.int64),
         zeros(size, TOPK + 3)[:, 1 : 1 + TOPK],
         zeros(size, 512, dtype=torch.bfloat16),
-        zeros(size, HEADS, 512, dtype=torch.bfloat16),
+        zeros(size, heads, 512, dtype=torch.bfloat16),
     )
 
 
-def random_batch(size: int, generator: torch.Generator) -> Inputs:
+def random_batch(size: int, generator: torch.Generator, heads: int = HEADS[0]) -> Inputs:
     """On the host: decodes, drafts, prompt chunks, empty, padded and misshapen requests."""
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -75,7 +76,7 @@ def random_batch(size: int, generator: torch.Generator) -> Inputs:
         integers(-1, 4, size),
         integers(-2, MAX_POSITIONS // 2, size, TOPK),
         torch.randn(size, 512, generator=generator),
-        torch.randn(size, HEADS, 512, generator=generator),
+        torch.randn(size, heads, 512, generator=generator),
     )
 
 
@@ -92,7 +93,7 @@ class Step:
         self.dcp = dcp
         self.swa_cache = dsv41ops.new_kv_cache(PAGES, PAGE, records[0], CUDA)
         self.cache = dsv41ops.new_kv_cache(PAGES, STATES, records[1], CUDA)
-        self.sink = torch.linspace(-1, 1, HEADS, device=CUDA)
+        self.sinks = torch.linspace(-1, 1, max(HEADS), device=CUDA)
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, ...]:
         size, batch = len(inputs.kv), (inputs.starts, inputs.seq_lens)
@@ -106,25 +107,40 @@ class Step:
         window = dsv41ops.sliding_window_indices(*batch, inputs.swa_table, size, PAGE)
         selected = dsv41ops.topk_to_slots(inputs.states, *batch, inputs.table, STATES, 2, *self.dcp)
         sharded = self.dcp[0] > 1
+        sink = self.sinks[: inputs.q.shape[1]]
         out, lse = dsv41ops.sparse_mla_decode(
             inputs.q,
             self.swa_cache,
             *window,
             self.cache,
             *selected,
-            None if sharded else self.sink,
+            None if sharded else sink,
         )
-        outputs = (request, swa_slots, slots, *window, *selected, out, lse)
+        metadata = dsv41ops.decode_metadata(
+            *batch,
+            size,
+            swa_block_table=inputs.swa_table,
+            swa_page_size=PAGE,
+            block_table_c1a=inputs.table,
+            block_table_c2a=inputs.table,
+            block_size=2 * STATES,
+            slot_mapping=inputs.replayed,
+            dcp_world_size=self.dcp[0],
+            dcp_rank=self.dcp[1],
+            cp_interleave_c1a=2 * self.dcp[2],
+            cp_interleave_c2a=self.dcp[2],
+        )
+        outputs = (request, swa_slots, slots, *window, *selected, *metadata, out, lse)
         if sharded:
             ranks = self.dcp[0]
             outs, lses = out.expand(ranks, -1, -1, -1), lse.expand(ranks, -1, -1)
-            outputs += dsv41ops.merge_attention_states(outs, lses, self.sink)
+            outputs += dsv41ops.merge_attention_states(outs, lses, sink)
             outputs += (dsv41ops.dcp_local_seq_lens(inputs.seq_lens, 2, *self.dcp),)
         return (*outputs, dsv41ops.kv_cache_gather(self.cache, slots))
 
 
-def make_runner(step: Step, sizes: tuple[int, ...] = BUCKETS) -> GraphRunner:
-    return GraphRunner(step, {size: padding(size) for size in sizes})
+def make_runner(step: Step, sizes: tuple[int, ...] = BUCKETS, heads: int = HEADS[0]) -> GraphRunner:
+    return GraphRunner(step, {size: padding(size, heads) for size in sizes})
 
 
 def assert_same_bits(came: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -133,21 +149,24 @@ def assert_same_bits(came: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> 
         assert same, f"output {number}"
 
 
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dcp", GEOMETRIES)
 @pytest.mark.parametrize("records", RECORDS)
-def test_any_batch_equals_eager(records: tuple[str, str], dcp: tuple[int, int, int]) -> None:
+def test_any_batch_equals_eager(
+    records: tuple[str, str], dcp: tuple[int, int, int], heads: int
+) -> None:
     replayed, eager = Step(records, dcp), Step(records, dcp)
-    runner = make_runner(replayed)
+    runner = make_runner(replayed, heads=heads)
     generator = torch.Generator().manual_seed(11)
     for number in range(REPLAYS):
         size = BUCKETS[number % len(BUCKETS)]
-        batch = random_batch(size, generator)
+        batch = random_batch(size, generator, heads)
         # Some of the bucket is padding, and it is chosen by what the batch holds.
         num_tokens = max(int(batch.starts[-1]), BUCKETS[number % len(BUCKETS) - 1] + 1)
         num_tokens = size if size == BUCKETS[0] else num_tokens
         fill(runner.inputs(num_tokens), batch)
         came = runner.run(num_tokens)
-        expected = eager(fill(padding(size), batch))
+        expected = eager(fill(padding(size, heads), batch))
         assert_same_bits(
             (*came, replayed.swa_cache, replayed.cache), (*expected, eager.swa_cache, eager.cache)
         )
@@ -239,12 +258,13 @@ from triton import knobs
 compiled = []
 knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
 records, dcp = RECORDS[int(sys.argv[1])], GEOMETRIES[int(sys.argv[2])]
-steps = {T: padding(T) for T in (1, 2, 3, 8, 15, 16, 17, 64, 300, 1000)}
+heads = HEADS[int(sys.argv[2])]
+steps = {T: padding(T, heads) for T in (1, 2, 3, 8, 15, 16, 17, 64, 300, 1000)}
 model = Step(records, dcp)
 
 def warm():
     dsv41ops.warmup(
-        HEADS, *records, topk=TOPK, max_num_tokens=1000,
+        heads, *records, topk=TOPK, max_num_tokens=1000,
         dcp_world_size=dcp[0], dcp_rank=dcp[1], cp_interleave=dcp[2],
     )
 
@@ -257,7 +277,7 @@ for inputs in steps.values():
     with torch.cuda.graph(graph):
         model(inputs)
         try:
-            dsv41ops.warmup(HEADS)
+            dsv41ops.warmup(heads)
         except RuntimeError as error:
             assert "warmup: called while a CUDA graph is captured" in str(error)
         else:

@@ -19,6 +19,7 @@ OPS_PER_STEP = {
     "compressed_slot_mapping": 2,
     "sliding_window_indices": 1,
     "topk_to_slots": 1,
+    "decode_metadata": 1,
     "kv_cache_insert": 4,
     "sparse_mla_decode": 4,
     "merge_attention_states": 2,

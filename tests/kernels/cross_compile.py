@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 import dsv41ops
+from dsv41ops.kernels.flash_mla import sparse_mla_decode as flash_mla
 from dsv41ops.kernels.triton import sparse_mla_decode
 from tests.contract.inputs import OPS, argument_sets, schema_order
 
@@ -141,6 +142,12 @@ def _decode(
     return lambda: sparse_mla_decode.launch_sparse_mla_decode(*arguments)
 
 
+def _flash_mla_rows(num_caches: int) -> object:
+    cache = dsv41ops.new_kv_cache(1, 64, "fp8_ds_mla")
+    indices = torch.empty(1, 128, dtype=torch.int32)
+    return flash_mla._valid_rows([(cache, indices, indices[0, :1])] * num_caches)
+
+
 # T = 1 splits, T = 512 does not; up to 16 heads and more are different tiles on sm_90.
 DECODE_CALLS = {
     90: [
@@ -162,7 +169,7 @@ def variants(arch: int) -> list[Variant]:
 
     Registers differ little between architectures, so one variant per kernel does beyond sm_90.
     """
-    sparse_mla_decode._sms_and_capability = lambda device: (NUM_SMS[arch], arch // 10)
+    sparse_mla_decode.sms_and_capability = lambda device: (NUM_SMS[arch], arch // 10)
     found = []
     for records, heads, num_tokens in DECODE_CALLS[arch]:
         label = f"{records[0]}+{records[1]} H={heads} T={num_tokens}"
@@ -170,6 +177,8 @@ def variants(arch: int) -> list[Variant]:
     if arch == 90:
         call = _decode(("mxfp8", "nvfp4"), 64, 512, off=1)
         found += record_launches(call, "unaligned")
+        found += record_launches(partial(_flash_mla_rows, 1), "FlashMLA, window only")
+        found += record_launches(partial(_flash_mla_rows, 2), "FlashMLA")
     for op in OPS:
         if op.endswith("_out") or op == "sparse_mla_decode":
             continue

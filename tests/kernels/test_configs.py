@@ -7,7 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from dsv41ops.configs import INVARIANT_ROWS, MAX_SPLITS, DecodeProblem, decode_config
+from dsv41ops.configs import (
+    INVARIANT_ROWS,
+    MAX_SPLITS,
+    RANKS,
+    RING_SLOTS,
+    CudaConfig,
+    DecodeProblem,
+    MmaConfig,
+    WgmmaConfig,
+    cuda_config,
+    cuda_variants,
+    decode_config,
+    mma_config,
+)
 
 PROBLEM = DecodeProblem(num_tokens=1, num_heads=64, window_width=128, topk_width=512, num_sms=132)
 TOKENS = [*range(1, 300), 512, 8192]
@@ -65,3 +78,103 @@ def test_tiles(capability: int) -> None:
     for heads in range(1, 129):
         config = decode_config(replace(PROBLEM, num_heads=heads, capability=capability))
         assert config.block_h == (64 if capability == 9 and heads > 16 else 16)
+
+
+CUDA = replace(PROBLEM, window_record="mxfp8", record="nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "ranks"),
+    [
+        *((1, 64, 8), (3, 64, 8), (4, 64, 4), (7, 64, 4), (8, 64, 2), (16, 64, 2), (17, 64, 1)),
+        *((1, 128, 8), (2, 128, 4), (4, 128, 2), (9, 128, 1)),
+        *((15, 8, 8), (16, 16, 4), (30, 1, 4), (31, 1, 2), (66, 1, 2), (67, 1, 1), (8192, 32, 1)),
+    ],
+)
+def test_a_cluster_fills_the_gpu(num_tokens: int, heads: int, ranks: int) -> None:
+    """The release's widths on an H200."""
+    problem = replace(CUDA, num_tokens=num_tokens, num_heads=heads)
+    config = cuda_config(problem)
+    assert config == mma_config(CUDA.records, ranks)
+    half = replace(problem, num_sms=66)
+    twice = replace(problem, num_tokens=2 * num_tokens)
+    assert cuda_config(half).ranks == cuda_config(twice).ranks
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "wide"),
+    [
+        *((66, 64, False), (67, 64, True), (88, 33, False), (89, 33, True), (8192, 32, False)),
+        *((33, 128, False), (34, 128, True), (8192, 128, True), (8192, 16, False)),
+    ],
+)
+def test_many_tokens_of_many_heads(num_tokens: int, heads: int, wide: bool) -> None:
+    """A third CTA of 16 heads on an SM costs more than one of 64."""
+    problem = replace(CUDA, num_tokens=num_tokens, num_heads=heads)
+    assert (cuda_config(problem) == WgmmaConfig()) == wide
+    assert cuda_config(replace(problem, batch_invariant=True)) != WgmmaConfig()
+    for scale in (-2.0, 1.5):
+        assert cuda_config(replace(problem, softmax_scale=scale)) == mma_config(CUDA.records, 1)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("heads", [1, 16, 17, 128])
+@pytest.mark.parametrize("widths", [(0, 0), (1, 0), (16, 16), (128, 0), (0, 64), (192, 70000)])
+def test_no_rank_without_a_tile(widths: tuple[int, int], heads: int, batch_invariant: bool) -> None:
+    tiles = sum(math.ceil(width / 16) for width in widths)
+    for num_tokens in TOKENS:
+        problem = DecodeProblem(num_tokens, heads, *widths, 132, batch_invariant)
+        ranks = cuda_config(problem).ranks
+        assert ranks in RANKS
+        assert ranks <= max(1, tiles)
+        if not batch_invariant:
+            assert ranks == 1 or num_tokens * math.ceil(heads / 16) * ranks <= 132
+
+
+@pytest.mark.parametrize(("widths", "ranks"), [((128, 0), 1), ((128, 512), 4), ((192, 2048), 8)])
+def test_batch_invariant_ranks_ignore_the_batch(widths: tuple[int, int], ranks: int) -> None:
+    window_width, topk_width = widths
+    problem = replace(CUDA, window_width=window_width, topk_width=topk_width, batch_invariant=True)
+    configs = cuda_variants(
+        replace(problem, num_tokens=num_tokens, num_heads=heads, num_sms=num_sms)
+        for num_tokens in TOKENS
+        for heads in (1, 128)
+        for num_sms in (78, 132)
+    )
+    assert configs == {mma_config(CUDA.records, ranks)}
+
+
+@pytest.mark.parametrize("num_heads", [16, 64])
+@pytest.mark.parametrize("num_sms", [66, 78, 132, 160])
+def test_cuda_variants_follow_the_records(num_heads: int, num_sms: int) -> None:
+    """A scale too large for wgmma finds its kernel among the others' variants."""
+    for records, slots in RING_SLOTS.items():
+        window, record = records.split("+")
+        problem = replace(
+            PROBLEM,
+            num_heads=num_heads,
+            num_sms=num_sms,
+            window_record=window,
+            record=None if record == "none" else record,
+        )
+        found = cuda_variants(replace(problem, num_tokens=T) for T in TOKENS)
+        expected: set[CudaConfig] = {mma_config(records, ranks) for ranks in RANKS}
+        assert {mma_config(records, 1)} == {MmaConfig(slots=slots)}
+        assert found == expected | ({WgmmaConfig()} if num_heads > 16 else set())
+        large = cuda_variants(replace(problem, num_tokens=T, softmax_scale=2.0) for T in TOKENS)
+        assert large <= found
+
+
+def test_macros_of_a_config() -> None:
+    config = MmaConfig(m_tiles=2, score_warps=6, value_warps=8, slots=12, ctas_per_sm=1, ranks=4)
+    assert (config.heads, config.threads, config.ctas(5, 132)) == (32, 448, 20)
+    assert dict(config.macros) == {
+        "M_TILES": 2,
+        "SCORE_WARPS": 6,
+        "VALUE_WARPS": 8,
+        "SLOTS": 12,
+        "CTAS_PER_SM": 1,
+        "RANKS": 4,
+    }
+    wide = WgmmaConfig()
+    assert (wide.macros, wide.ctas(5, 132), wide.ctas(500, 132)) == ((), 5, 132)

@@ -10,6 +10,14 @@ from dsv41ops.kernels.triton.common import kernel, stripe_of
 BLOCK = 128
 
 
+@triton.jit
+def owned_states(seq_len, compress_ratio, stripe, first_owned, interleave):
+    """int32 number of a rank's states; ``first_owned`` is the first of its first run."""
+    states = tl.maximum(seq_len, 0) // compress_ratio
+    rest = tl.minimum(tl.maximum(states % stripe - first_owned, 0), interleave)
+    return (states // stripe * interleave + rest).to(tl.int32)
+
+
 @kernel
 def _dcp_local_seq_lens_kernel(
     seq_lens_ptr,
@@ -25,11 +33,8 @@ def _dcp_local_seq_lens_kernel(
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = request < num_requests
     seq_len = tl.load(seq_lens_ptr + request, mask=real, other=0)
-    states = tl.maximum(seq_len, 0) // compress_ratio
-    rest = states % stripe - first_owned
-    rest = tl.minimum(tl.maximum(rest, 0), interleave)
-    owned = states // stripe * interleave + rest
-    tl.store(out_ptr + request, owned.to(tl.int32), mask=real)
+    owned = owned_states(seq_len, compress_ratio, stripe, first_owned, interleave)
+    tl.store(out_ptr + request, owned, mask=real)
 
 
 def launch_dcp_local_seq_lens(

@@ -6,14 +6,21 @@ The 512 columns of a row are held as four tiles, 256 + 128 + 64 + 64: the last i
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv41ops.configs import MAX_SPLITS, DecodeConfig, DecodeProblem, decode_config
+from dsv41ops.configs import (
+    MAX_SPLITS,
+    DecodeConfig,
+    DecodeProblem,
+    decode_config,
+    decode_variants,
+)
+from dsv41ops.kernels.device import sms_and_capability
 from dsv41ops.kernels.triton.common import kernel
 from dsv41ops.kernels.triton.records import INTERPRETED, load_columns, to_bf16
 from dsv41ops.layouts import HEAD_DIM
@@ -297,14 +304,6 @@ def _combine_kernel(
         tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse)
 
 
-@lru_cache
-def _sms_and_capability(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":
-        return 132, 9  # the interpreter stands in for an H200
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count), int(properties.major)
-
-
 def _is_aligned(tensor: Tensor, *dims: int) -> bool:
     """Whether a step along any of the dimensions goes from one multiple of 16 bytes to another."""
     steps = [tensor.data_ptr(), *(tensor.stride(dim) * tensor.element_size() for dim in dims)]
@@ -317,6 +316,11 @@ def _pool(cache: Tensor) -> tuple[Tensor, int, int, int, int]:
     num_pages, page_size, row_bytes = pages.shape
     last_slot = min(num_pages * page_size - 1, 2**31 - 1)
     return pages, last_slot, pages.stride(0), page_size, row_bytes
+
+
+def variants(problems: Iterable[DecodeProblem]) -> list[dict[str, DecodeConfig]]:
+    """Options of launches that compile every kernel these problems need."""
+    return [{"config": config} for config in decode_variants(problems)]
 
 
 def launch_sparse_mla_decode(
@@ -345,7 +349,7 @@ def launch_sparse_mla_decode(
     swa_width = swa_indices.shape[1]
     topk_width = 0 if topk_indices is None else topk_indices.shape[1]
     if config is None:
-        num_sms, capability = _sms_and_capability(q.device)
+        num_sms, capability = sms_and_capability(q.device)
         config = decode_config(
             DecodeProblem(
                 num_tokens, num_heads, swa_width, topk_width, num_sms, batch_invariant, capability

@@ -5,16 +5,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv41ops.kernels.triton.common import (
+    FILL_ROWS,
     column_block,
-    fill_row,
-    find_request,
+    end_row,
+    fill_rows,
     kernel,
     local_state,
+    locate_token,
     pack_left,
-    search_steps,
+    row_programs,
     slot_of,
     stripe_of,
-    token_position,
 )
 
 
@@ -26,7 +27,6 @@ def _topk_to_slots_kernel(
     block_table_ptr,
     topk_stride: tl.int64,
     num_requests,
-    steps,
     num_tokens,
     table_stride: tl.int64,
     table_rows,
@@ -38,44 +38,57 @@ def _topk_to_slots_kernel(
     rank,
     interleave,
     width,
+    out_rows,
     out_stride: tl.int64,
     out_ptr,
     lens_ptr,
     SHARDED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row of the buffer; past the tokens it is padding."""
-    token = tl.program_id(0)
-    request = find_request(query_start_loc_ptr, num_requests, steps, token, token < num_tokens)
-    position = token_position(query_start_loc_ptr, seq_lens_ptr, request, token)
-    num_visible = (position + 1) // compress_ratio  # 0 for padding, whose position is -1
-
-    topk_row = topk_indices_ptr + token.to(tl.int64) * topk_stride
-    out_row = out_ptr + token.to(tl.int64) * out_stride
-    num_read = tl.where(num_visible > 0, width, 0)
-    count = 0
-    column = 0
-    while column < width:
-        offs = column + tl.arange(0, BLOCK)
-        state = tl.load(topk_row + offs, mask=offs < num_read, other=-1)
-        visible = (state >= 0) & (state < num_visible)
-        # A visible one fits.
-        state = state.to(tl.int32)
-        local, owned = local_state(state, stripe, world, rank, interleave, SHARDED)
-        slots = slot_of(
-            block_table_ptr,
-            table_stride,
-            table_rows,
-            table_columns,
-            request,
-            local,
-            visible & owned,
-            states_per_page,
+    """One program per token, then one per ROWS rows of padding."""
+    program = tl.program_id(0)
+    if program < num_tokens:
+        token = program
+        topk_row = topk_indices_ptr + token.to(tl.int64) * topk_stride
+        out_row = out_ptr + token.to(tl.int64) * out_stride
+        # Read before the token is found, and each next block before it is needed.
+        offs = tl.arange(0, BLOCK)
+        state = tl.load(topk_row + offs, mask=offs < width, other=-1)
+        request, position, _, _ = locate_token(
+            query_start_loc_ptr, seq_lens_ptr, num_requests, token
         )
-        count = pack_left(slots, out_row, count)
-        column += BLOCK
-    fill_row(out_row, count, width, BLOCK)
-    tl.store(lens_ptr + token, count)
+        num_visible = (position + 1) // compress_ratio  # 0 for padding, whose position is -1
+        count = 0
+        column = 0
+        while column < width:
+            visible = (state >= 0) & (state < num_visible)
+            local, owned = local_state(
+                state.to(tl.int32),  # a visible one fits
+                stripe,
+                world,
+                rank,
+                interleave,
+                SHARDED,
+            )
+            slots = slot_of(
+                block_table_ptr,
+                table_stride,
+                table_rows,
+                table_columns,
+                request,
+                local,
+                visible & owned,
+                states_per_page,
+            )
+            column += BLOCK
+            offs = column + tl.arange(0, BLOCK)
+            state = tl.load(topk_row + offs, mask=offs < width, other=-1)
+            count = pack_left(slots, 0, out_row, count)
+        end_row(out_row, lens_ptr + token, count, width, BLOCK)
+    else:
+        first = num_tokens + (program - num_tokens) * ROWS
+        fill_rows(first, out_rows, out_stride, width, out_ptr, lens_ptr, ROWS, BLOCK)
 
 
 def launch_topk_to_slots(
@@ -98,14 +111,13 @@ def launch_topk_to_slots(
         lens = topk_indices.new_empty((num_tokens,), dtype=torch.int32)
     if out.shape[0] > 0:
         block, num_warps = column_block(width)
-        _topk_to_slots_kernel[(out.shape[0],)](
+        _topk_to_slots_kernel[(row_programs(num_tokens, out.shape[0]),)](
             topk_indices,
             query_start_loc,
             seq_lens,
             block_table,
             topk_indices.stride(0),
             query_start_loc.shape[0] - 1,
-            search_steps(query_start_loc),
             num_tokens,
             block_table.stride(0),
             block_table.shape[0],
@@ -117,10 +129,12 @@ def launch_topk_to_slots(
             dcp_rank,
             cp_interleave,
             width,
+            out.shape[0],
             out.stride(0),
             out,
             lens,
             SHARDED=dcp_world_size > 1,
+            ROWS=FILL_ROWS,
             BLOCK=block,
             num_warps=num_warps,
         )

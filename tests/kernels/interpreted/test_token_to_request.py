@@ -19,7 +19,7 @@ def test_requests(batch: Batch) -> None:
         assert_same_bits(launch_token_to_request(starts, num_tokens), expected)
 
 
-@pytest.mark.parametrize("num_requests", [1, 2, 3, 7, 8, 15, 16, 1000])
+@pytest.mark.parametrize("num_requests", [1, 2, 127, 128, 511, 512, 1024, 1030])
 def test_every_start_is_found(num_requests: int) -> None:
     lengths = torch.randint(3, (num_requests,))
     starts = ints([0, *lengths.cumsum(0).tolist()], CPU)
@@ -31,4 +31,5 @@ def test_every_start_is_found(num_requests: int) -> None:
 def test_unordered_starts_read_nothing_outside() -> None:
     """Not a batch; but a stale buffer of a padded step must not send a read astray."""
     starts = ints([5, -3, 2**31 - 1, 0, -(2**31), 9, 9], CPU)
-    assert_same_bits(launch_token_to_request(starts, 20), token_to_request(starts, 20))
+    request = launch_token_to_request(starts, 20)
+    assert bool(((request >= -1) & (request < 6)).all())

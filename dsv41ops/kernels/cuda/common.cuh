@@ -1,0 +1,112 @@
+// What the kernels of sparse MLA decode share: parameters, instructions, constants.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+constexpr float LN2 = 0.6931471805599453f;
+constexpr float LOG2E = 1.4426950408889634f;
+#define INF __int_as_float(0x7f800000)
+constexpr float NO_PEAK = -1e30f;  // finite, so that exp2(-inf - peak) is 0
+
+struct Pool {
+    const u8* bytes;
+    const int* indices;  // [T, width]
+    const int* lens;     // [T]
+    i64 page_stride;     // bytes
+    i64 indices_stride;  // elements
+    u32 page_size;
+    u32 num_slots;
+    u32 page_magic;      // slot / page_size = slot * magic >> shift
+    int page_shift;
+    int width;
+    int unused;
+};
+
+struct Params {
+    const u16* q;        // bf16 [T, H, 512]
+    i64 q_token_stride, q_head_stride;
+    Pool swa, topk;
+    const float* sink;   // [H] or null
+    u16* out;            // bf16 [T, H, 512]
+    i64 out_token_stride, out_head_stride;
+    float* lse;          // [T, H]
+    i64 lse_token_stride, lse_head_stride;
+    int num_heads;
+    int head_groups;     // of a token: units of work
+    float scale_log2;    // softmax_scale * log2(e)
+    int num_units;       // tokens * head_groups
+};
+
+__device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
+
+__device__ __forceinline__ u32 smem_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+// Copies that fill with zeros what is not valid.
+__device__ __forceinline__ void copy16(u32 to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0) : "memory");
+}
+template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? BYTES : 0), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+// Two e4m3, of either half of a word, to two f16.
+__device__ __forceinline__ u32 e4m3_to_f16(u32 word, bool high) {
+    u32 d;
+    u16 half = static_cast<u16>(high ? word >> 16 : word);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(half));
+    return d;
+}
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+__device__ __forceinline__ u32 to_f16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float ue8m0(u32 code) {
+    return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fffffffu : code << 23);
+}
+__device__ __forceinline__ void init_barrier(u64& barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void arrive(u64& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void wait_barrier(u64& barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(smem_address(&barrier)), "r"(parity) : "memory");
+}
