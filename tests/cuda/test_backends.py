@@ -235,7 +235,7 @@ q = torch.zeros(3, 64, 512, dtype=torch.bfloat16, device="cuda")
 indices = torch.zeros(3, 128, dtype=torch.int32, device="cuda")
 lens = torch.ones(3, dtype=torch.int32, device="cuda")
 if warm == "warm":
-    dsv41ops.warmup(64, "auto", "auto", backend=backend, max_num_tokens=8)
+    dsv41ops.warmup(64, "auto", "auto", attn_sink=False, backend=backend, max_num_tokens=8)
 try:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -119,12 +119,12 @@ def refill(view: Tensor, low: int, high: int, *, signs: bool = False) -> None:
     view.copy_(codes)
 
 
-def check_columns(call: Call, kernel: Kernel) -> None:
+def check_columns(call: Call, kernel: Kernel, rtol: float = 4e-3) -> None:
     """As usual, and the quantised columns by themselves, which bf16 ones could hide."""
     out, lse = run(call, kernel)
     exact, exact_lse = call.exact()
     for columns in (slice(None), slice(ROPE), slice(ROPE, None)):
-        assert_attention_close(out[..., columns], lse, exact[..., columns], exact_lse)
+        assert_attention_close(out[..., columns], lse, exact[..., columns], exact_lse, rtol)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16, 17, 64, 128])
@@ -246,6 +246,7 @@ def test_nan_stays_with_its_token_and_head(pair: Pair, kernel: Kernel) -> None:
     indices = torch.where(last.indices % 32 == 31, -1, last.indices)
     lens = last.lens.clone()
     indices[133, -1], lens[133] = 31, indices.shape[1]
+    indices[140, 0], lens[140] = 0, 1
     call = replace(call, parts=(*call.parts[:-1], replace(last, indices=indices, lens=lens)))
     call.q[140, 20, 100] = math.nan
     out, lse = run(call, kernel)
@@ -329,7 +330,8 @@ def test_a_few_scales_outside(pair: Pair, kernel: Kernel, num_tokens: int) -> No
         chosen &= torch.rand(scales.shape[:2], device=CUDA)[..., None] < 0.05
         scales.copy_(torch.where(chosen, odd, scales.int()))
     call.q.mul_(2.0**-12)
-    check_columns(call, kernel)
+    # The mma kernel has bf16 probabilities in such tiles; of few rows they do not average out.
+    check_columns(call, kernel, rtol=8e-3)
 
 
 @pytest.mark.parametrize("codes", [(0, 127), (1, 9), (118, 127)], ids=str)
@@ -389,10 +391,11 @@ def test_pages_far_apart(pair: Pair, kernel: Kernel) -> None:
     stride, pages = 2**34 - 2**20, 3
     free, _ = torch.cuda.mem_get_info()
     if free < 1.1 * pages * stride:
-        pytest.skip("needs 53 GB of free memory")
+        pytest.skip("needs 57 GB of free memory")
     call = random_call(pair, 5, 16)
     if "fp8_ds_mla" in pair:  # a scale beyond f16: wgmma's slow path addresses rows by itself
         data_and_scales(call.parts[0].cache)[1][:, 3] = 140
+    call.q.mul_(2.0**-12)  # keeps such rows' scores apart from f32's rounding
     near = [replace(part, cache=part.cache[:pages]) for part in call.parts]
     pool = torch.empty(pages * stride, dtype=torch.uint8, device=CUDA)
     far = []

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 def run_fresh(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """``python -c code arguments`` from the repository root; never raises."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,

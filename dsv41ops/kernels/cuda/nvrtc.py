@@ -31,7 +31,7 @@ def compile_cubin(
         log = _text(program)
         if int(error):
             raise RuntimeError(f"NVRTC could not compile {name}: {error.name}\n{log}")
-        cubin = b" " * _value(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = _buffer(_value(nvrtc.nvrtcGetCUBINSize(program)))
         _value(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -39,9 +39,14 @@ def compile_cubin(
 
 
 def _text(program: Any) -> str:
-    log = b" " * _value(nvrtc.nvrtcGetProgramLogSize(program))
+    log = _buffer(_value(nvrtc.nvrtcGetProgramLogSize(program)))
     _value(nvrtc.nvrtcGetProgramLog(program, log))
     return log.decode().strip("\0 \n")
+
+
+def _buffer(size: int) -> bytes:
+    """For the bindings to write into: Python shares bytes of length 1, so it must be longer."""
+    return b" " * (size + 1)
 
 
 def _value(result: tuple[Any, ...]) -> Any:
