@@ -951,8 +951,9 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         step();
         ++i;
         const bool in_swa = RECORD == 0 || RECORD == SWA_RECORD || i <= work.swa_count;
-        // Two tiles of one record together hide each other's latency; more columns leave no registers.
-        if constexpr (HALVES == 1) {
+        // Two tiles of one record together hide each other's latency. More columns leave no registers
+        // for that, and a bf16 slice takes as many.
+        if constexpr (HALVES == 1 && SWA_RECORD != 584) {
             if (i < num_tiles && (RECORD == 0 || RECORD == SWA_RECORD || i != work.swa_count)) {
                 wait_barrier(sh.full[slot], parity);
                 if (sh.info[first[0]].mode == IN_F16 && sh.info[slot].mode == IN_F16) {
