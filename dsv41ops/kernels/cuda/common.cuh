@@ -41,8 +41,28 @@ struct Params {
     int num_units;       // tokens * head_groups
 };
 
+// Both caches have one kind of record, or there is no compressed cache; and the compressed one's.
+constexpr bool ONE_RECORD = RECORD == 0 || RECORD == SWA_RECORD;
+constexpr int TOPK_RECORD = RECORD ? RECORD : SWA_RECORD;
+
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
+
+// Bytes from one row to the next inside a page.
+__device__ constexpr int row_stride(int record) { return record == 584 ? 576 : record; }
+
+// Where a slot lies, in 16 bytes: the unit of strides and alignment.
+struct Place {
+    u32 page_start, row, row_start;
+};
+template <int R> __device__ __forceinline__ Place locate(const Pool& pool, u32 slot) {
+    Place at;
+    const u32 page = static_cast<u32>(static_cast<u64>(slot) * pool.page_magic >> pool.page_shift);
+    at.row = slot - page * pool.page_size;
+    at.page_start = page * static_cast<u32>(pool.page_stride >> 4);
+    at.row_start = at.page_start + at.row * (row_stride(R) / 16);
+    return at;
+}
 
 __device__ __forceinline__ u32 smem_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
@@ -100,6 +120,8 @@ __device__ __forceinline__ float reciprocal(float x) {
 __device__ __forceinline__ float ue8m0(u32 code) {
     return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fffffffu : code << 23);
 }
+// Before the tensor cores or a bulk copy read what this thread has written to shared memory.
+__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void init_barrier(u64& barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)), "r"(count) : "memory");
 }

@@ -88,7 +88,7 @@ constexpr int GROUPS = max_of(groups_of(SWA_RECORD), groups_of(RECORD));
 constexpr int QUERY_BYTES = M_TILES * 32 * 512;  // 32 k-steps of one fragment each
 // Whose order of columns the fragments follow: 288-byte rows leave no choice.
 constexpr int QUERY_ORDER = RECORD == 288 ? 288 : SWA_RECORD;
-static_assert(RECORD == 0 || RECORD == SWA_RECORD || (SWA_RECORD == 528 && RECORD == 288), "records");
+static_assert(ONE_RECORD || (SWA_RECORD == 528 && RECORD == 288), "records");
 static_assert(AHEAD * SCORE_WARPS <= SLOTS, "a score warp's first tiles wait for nobody");
 
 enum : u32 { IN_F16, IN_BF16 };  // how a tile's values are multiplied
@@ -182,19 +182,16 @@ __device__ __forceinline__ u32 copy_tile(const Pool& pool, int index, u32 ring, 
     const bool valid = static_cast<u32>(index) < pool.num_slots;
     const u32 exists = __ballot_sync(~0u, valid) & 0xffffu;
     const u32 slot = valid ? index : 0;
-    const u32 page = static_cast<u32>(static_cast<u64>(slot) * pool.page_magic >> pool.page_shift);
-    const u32 row = slot - page * pool.page_size;
-    const u32 base = page * static_cast<u32>(pool.page_stride >> 4);
-    const u32 data = base + row * ((R == 584 ? 576 : R) / 16);
+    const Place at = locate<R>(pool, slot);
     if (exists == 0xffffu)
-        copy_rows<R, false>(pool.bytes, data, exists, ring, scales, lane);
+        copy_rows<R, false>(pool.bytes, at.row_start, exists, ring, scales, lane);
     else
-        copy_rows<R, true>(pool.bytes, data, exists, ring, scales, lane);
+        copy_rows<R, true>(pool.bytes, at.row_start, exists, ring, scales, lane);
     if constexpr (R == 584)
         if (lane < TILE)
-            copy_few<8>(scales + lane * 8, pool.bytes + static_cast<u64>(base + pool.page_size * 36) * 16 + row * 8, valid);
+            copy_few<8>(scales + lane * 8, pool.bytes + static_cast<u64>(at.page_start + pool.page_size * 36) * 16 + at.row * 8, valid);
     if constexpr (R == 528)
-        if (lane < TILE) copy16(scales + lane * 16, pool.bytes + static_cast<u64>(data + 32) * 16, valid);
+        if (lane < TILE) copy16(scales + lane * 16, pool.bytes + static_cast<u64>(at.row_start + 32) * 16, valid);
     return exists;
 }
 
@@ -360,6 +357,19 @@ __device__ __forceinline__ void load_queries(Shared& sh, const Params& p, const 
 
 // ---------------------------------------------------------------- scores of one tile
 
+// Of rows q, q + 4, q + 8 and q + 12: s += c * scale.
+__device__ __forceinline__ void add_scaled(float (&s)[M_TILES][2][4], const float (&c)[M_TILES][2][4], float4 scale) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            s[m][0][half * 2] += c[m][0][half * 2] * scale.x;
+            s[m][0][half * 2 + 1] += c[m][0][half * 2 + 1] * scale.y;
+            s[m][1][half * 2] += c[m][1][half * 2] * scale.z;
+            s[m][1][half * 2 + 1] += c[m][1][half * 2 + 1] * scale.w;
+        }
+}
+
 template <int R>
 __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp, int lane,
                                            float (&s)[M_TILES][2][4]) {
@@ -402,16 +412,7 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
                     for (int n = 0; n < 2; ++n) mma_f16(c[m][n], a, b[n][0], b[n][1]);
                 }
             }
-            const float4 scale = *reinterpret_cast<const float4*>(&sh.key_scales[warp][chunk][q * 4]);
-#pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    s[m][0][half * 2] += c[m][0][half * 2] * scale.x;
-                    s[m][0][half * 2 + 1] += c[m][0][half * 2 + 1] * scale.y;
-                    s[m][1][half * 2] += c[m][1][half * 2] * scale.z;
-                    s[m][1][half * 2 + 1] += c[m][1][half * 2 + 1] * scale.w;
-                }
+            add_scaled(s, c, *reinterpret_cast<const float4*>(&sh.key_scales[warp][chunk][q * 4]));
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -513,16 +514,7 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
                     for (int n = 0; n < 2; ++n) mma_f16(c[m][n], a, b[n][0], b[n][1]);
                 }
             }
-            const float4 scale = *reinterpret_cast<const float4*>(&sh.key_scales[warp][chunk][q * 4]);
-#pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    s[m][0][half * 2] += c[m][0][half * 2] * scale.x;
-                    s[m][0][half * 2 + 1] += c[m][0][half * 2 + 1] * scale.y;
-                    s[m][1][half * 2] += c[m][1][half * 2] * scale.z;
-                    s[m][1][half * 2 + 1] += c[m][1][half * 2 + 1] * scale.w;
-                }
+            add_scaled(s, c, *reinterpret_cast<const float4*>(&sh.key_scales[warp][chunk][q * 4]));
         }
     } else {
         const u8* codes = sh.scales[slot] + row * 32 + q * 2;
@@ -837,10 +829,10 @@ sparse_mla_decode(const __grid_constant__ Params p) {
             const int slot = i % SLOTS;
             const u32 ring = smem_address(sh.ring[slot]), scales = smem_address(sh.scales[slot]);
             if (i >= SLOTS) wait_barrier(sh.empty[slot], (i / SLOTS - 1) & 1);
-            if (RECORD == 0 || RECORD == SWA_RECORD)
+            if (ONE_RECORD)
                 return copy_tile<SWA_RECORD>(i < work.swa_count ? p.swa : p.topk, index, ring, scales, lane);
             if (i < work.swa_count) return copy_tile<SWA_RECORD>(p.swa, index, ring, scales, lane);
-            return copy_tile<RECORD ? RECORD : SWA_RECORD>(p.topk, index, ring, scales, lane);
+            return copy_tile<TOPK_RECORD>(p.topk, index, ring, scales, lane);
         };
         u32 exists[AHEAD];
 #pragma unroll
@@ -876,17 +868,16 @@ sparse_mla_decode(const __grid_constant__ Params p) {
             __syncwarp();
             float s[M_TILES][2][4];
             float unit = 1.f;
-            if (RECORD == 0 || RECORD == SWA_RECORD || i < work.swa_count) {
+            if (ONE_RECORD || i < work.swa_count) {
                 spread_scales<SWA_RECORD>(sh, slot, exists[0], warp, lane);
                 __syncwarp();
                 score_tile<SWA_RECORD>(sh, slot, warp, lane, s);
                 if (SWA_RECORD == 288) unit = 16384.f;
             } else {
-                constexpr int R = RECORD ? RECORD : SWA_RECORD;
-                spread_scales<R>(sh, slot, exists[0], warp, lane);
+                spread_scales<TOPK_RECORD>(sh, slot, exists[0], warp, lane);
                 __syncwarp();
-                score_tile<R>(sh, slot, warp, lane, s);
-                if (R == 288) unit = 16384.f;
+                score_tile<TOPK_RECORD>(sh, slot, warp, lane, s);
+                if (TOPK_RECORD == 288) unit = 16384.f;
             }
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
@@ -950,18 +941,18 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         wait_barrier(sh.full[slot], parity);
         step();
         ++i;
-        const bool in_swa = RECORD == 0 || RECORD == SWA_RECORD || i <= work.swa_count;
+        const bool in_swa = ONE_RECORD || i <= work.swa_count;
         // Two tiles of one record together hide each other's latency. More columns leave no registers
         // for that, and a bf16 slice takes as many.
         if constexpr (HALVES == 1 && SWA_RECORD != 584) {
-            if (i < num_tiles && (RECORD == 0 || RECORD == SWA_RECORD || i != work.swa_count)) {
+            if (i < num_tiles && (ONE_RECORD || i != work.swa_count)) {
                 wait_barrier(sh.full[slot], parity);
                 if (sh.info[first[0]].mode == IN_F16 && sh.info[slot].mode == IN_F16) {
                     const int both[2] = {first[0], slot};
                     step();
                     ++i;
                     if (in_swa) weigh_tiles<SWA_RECORD, 2>(sh, both, warp, lane, peak, total, acc);
-                    else weigh_tiles<RECORD ? RECORD : SWA_RECORD, 2>(sh, both, warp, lane, peak, total, acc);
+                    else weigh_tiles<TOPK_RECORD, 2>(sh, both, warp, lane, peak, total, acc);
                     __syncwarp();
                     free_slot(both[0]), free_slot(both[1]);
                     continue;
@@ -969,7 +960,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
             }
         }
         if (in_swa) weigh_tiles<SWA_RECORD, 1>(sh, first, warp, lane, peak, total, acc);
-        else weigh_tiles<RECORD ? RECORD : SWA_RECORD, 1>(sh, first, warp, lane, peak, total, acc);
+        else weigh_tiles<TOPK_RECORD, 1>(sh, first, warp, lane, peak, total, acc);
         __syncwarp();
         free_slot(first[0]);
     }
@@ -1039,7 +1030,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
                                         acc[m][h * 8 + i * 4 + 2][half * 2 + n], acc[m][h * 8 + i * 4 + 3][half * 2 + n]);
             }
         }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish();
     value_sync();
     static_assert(RANKS <= VALUE_WARPS, "a warp for every receiver");
     if (warp < RANKS && lane == 0) {

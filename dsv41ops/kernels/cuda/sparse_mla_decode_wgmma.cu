@@ -55,8 +55,6 @@ __device__ __forceinline__ void store16(u32 address, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
-// Before tensor cores read what this thread has written to shared memory.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void raise_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -127,8 +125,6 @@ struct Unit {
 
 // ---------------------------------------------------------------- producers
 
-constexpr __device__ int data_pieces(int record) { return record == 584 ? 36 : record / 16; }
-
 // Where a producer warp's 16 rows of a block lie, lane by lane, in 16 bytes.
 struct Rows {
     u32 data;
@@ -141,12 +137,9 @@ __device__ __forceinline__ Rows find_rows(const Pool& pool, int slot, int lane) 
     const bool valid = lane < WARP_ROWS && static_cast<u32>(slot) < pool.num_slots;
     Rows rows;
     rows.exists = __ballot_sync(~0u, valid);
-    const u32 at = valid ? slot : 0;
-    const u32 page = static_cast<u32>(static_cast<u64>(at) * pool.page_magic >> pool.page_shift);
-    const u32 row = at - page * pool.page_size;
-    const u32 base = page * static_cast<u32>(pool.page_stride >> 4);
-    rows.data = base + row * data_pieces(R);
-    rows.in_page = row;
+    const Place at = locate<R>(pool, valid ? slot : 0);
+    rows.data = at.row_start;
+    rows.in_page = at.row;
     return rows;
 }
 
@@ -185,10 +178,10 @@ __device__ __forceinline__ void copy_rows(const Pool& pool, const Rows& rows, in
 
 template <bool ZERO_FILL>
 __device__ __forceinline__ void copy_batch(const Params& p, bool in_swa, const Rows& rows, int first, u32 ring, int lane) {
-    if (RECORD == 0 || RECORD == SWA_RECORD)
+    if (ONE_RECORD)
         copy_rows<SWA_RECORD, ZERO_FILL>(in_swa ? p.swa : p.topk, rows, first, ring, lane);
     else if (in_swa) copy_rows<SWA_RECORD, ZERO_FILL>(p.swa, rows, first, ring, lane);
-    else copy_rows<RECORD ? RECORD : SWA_RECORD, ZERO_FILL>(p.topk, rows, first, ring, lane);
+    else copy_rows<TOPK_RECORD, ZERO_FILL>(p.topk, rows, first, ring, lane);
 }
 
 // bf16 to f16; true if that loses a large number.
@@ -335,9 +328,9 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
     };
     auto find = [&](const Block& block, int count) {
         const int slot = sh.slots[warp][count & 3][lane & (WARP_ROWS - 1)];
-        if (RECORD == 0 || RECORD == SWA_RECORD) return find_rows<SWA_RECORD>(block.in_swa ? p.swa : p.topk, slot, lane);
+        if (ONE_RECORD) return find_rows<SWA_RECORD>(block.in_swa ? p.swa : p.topk, slot, lane);
         if (block.in_swa) return find_rows<SWA_RECORD>(p.swa, slot, lane);
-        return find_rows<RECORD ? RECORD : SWA_RECORD>(p.topk, slot, lane);
+        return find_rows<TOPK_RECORD>(p.topk, slot, lane);
     };
     auto copy = [&](const Block& block, const Rows& rows, int batch) {
         const u32 ring = smem_address(sh.ring[warp][batch & 1]);
@@ -352,10 +345,10 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
     auto take = [&](const Block& block, int place, Batch& batch) {
         wait_group<BATCHES - 1>();
         __syncwarp();
-        if (RECORD == 0 || RECORD == SWA_RECORD || block.in_swa)
+        if (ONE_RECORD || block.in_swa)
             take_rows<SWA_RECORD>(sh.ring[warp][place], lane, swap, batch);
         else
-            take_rows<RECORD ? RECORD : SWA_RECORD>(sh.ring[warp][place], lane, swap, batch);
+            take_rows<TOPK_RECORD>(sh.ring[warp][place], lane, swap, batch);
         __syncwarp();
     };
     Block now = copy_slots(), next = copy_slots();
@@ -385,10 +378,10 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
                 last = copy_slots();  // arrives with the group that follows
             }
             copy(b < 1 ? now : next, rows, (b + 3) & 3);
-            if (RECORD == 0 || RECORD == SWA_RECORD || now.in_swa)
+            if (ONE_RECORD || now.in_swa)
                 unfit |= store_rows<SWA_RECORD>(batches[b & 1], base, at, b * BATCH, lane);
             else
-                unfit |= store_rows<RECORD ? RECORD : SWA_RECORD>(batches[b & 1], base, at, b * BATCH, lane);
+                unfit |= store_rows<TOPK_RECORD>(batches[b & 1], base, at, b * BATCH, lane);
         }
         if (lane == 0) sh.row_mask[stage][warp] = exists;
         if (unfit) sh.unfit[now.busy % BUSY] = 1;
@@ -551,7 +544,7 @@ __device__ __forceinline__ void read_row(const Pool& pool, u32 slot, int lane, f
             v[i] = __uint_as_float(static_cast<u32>(reinterpret_cast<const u16*>(from)[i]) << 16);
         return;
     }
-    const u8* from = start + row * (R == 584 ? 576 : R) + lane * (R == 288 ? 8 : 16);
+    const u8* from = start + row * row_stride(R) + lane * (R == 288 ? 8 : 16);
     float scale;
     if (R == 288) {
         const u32 pair = e4m3_to_f16(start[row * 288 + 256 + lane], false);
@@ -588,7 +581,7 @@ __device__ __forceinline__ void attend_slowly(const Params& p, int number, int w
             if (slot >= pool.num_slots) continue;
             float v[16], s = 0.f;
             if (RECORD == 0 || in_swa) read_row<SWA_RECORD>(pool, slot, lane, v);
-            else read_row<RECORD ? RECORD : SWA_RECORD>(pool, slot, lane, v);
+            else read_row<TOPK_RECORD>(pool, slot, lane, v);
 #pragma unroll
             for (int j = 0; j < 16; ++j) s += q[j] * v[j];
 #pragma unroll
