@@ -13,11 +13,23 @@ import torch
 from torch import Tensor
 
 from dsv41ops.configs import AUTO, BACKENDS
-from dsv41ops.layouts import HEAD_DIM, RECORDS, find_record
+from dsv41ops.layouts import (
+    HEAD_DIM,
+    INDEX_HEAD_DIM,
+    INDEX_RECORDS,
+    RECORDS,
+    ROPE_DIM,
+    find_record,
+)
 
 INT32 = (torch.int32,)
+F32 = (torch.float32,)
+F32_OR_BF16 = (torch.float32, torch.bfloat16)
 SLOT_DTYPES = (torch.int32, torch.int64)
 MAX_HEADS = 128
+MAX_INDEX_HEADS = 64
+MAX_SELECTED = 2048  # states or blocks
+MAX_BLOCK_SIZE = 128
 
 
 def _expect(condition: bool | torch.SymBool, name: str, describe: Callable[[], str]) -> None:
@@ -124,15 +136,20 @@ def _check_dcp(
 def _check_cache(name: str, cache: Tensor, device: torch.device) -> None:
     _expect(cache.dim() == 3, name, lambda: f"3 dimensions, got {_shape(cache)}")
     _check_device(name, cache, device)
-    pages, page_size, last = cache.shape
-    width = int(last)
+    width = int(cache.shape[2])
     _expect(
         find_record(cache.dtype, width) is not None,
         name,
         lambda: f"a last dimension of {_accepted_records()}, got {width} {cache.dtype}",
     )
-    _check_at_least(f"{name}'s page size", page_size, 1)
     _check_dense(name, cache)
+    _check_pages(name, cache, width)
+
+
+def _check_pages(name: str, cache: Tensor, width: int) -> None:
+    """Rows that adjoin, in pages that do not overlap."""
+    pages, page_size, _ = cache.shape
+    _check_at_least(f"{name}'s page size", page_size, 1)
     rows_adjoin = cache.stride(1) == width
     _expect_stride(name, rows_adjoin, page_size, lambda: f"rows {width} elements apart", cache)
     page = page_size * width
@@ -406,6 +423,196 @@ def check_kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> No
     _check_cache("cache", cache, cache.device)
 
 
+def check_rope_kv_cache_insert(
+    kv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    cache: Tensor,
+    compress_ratio: int,
+) -> None:
+    _check_tensor("kv", kv, (torch.bfloat16, torch.float32), 2, cache.device)
+    _check_size("kv", kv, 1, HEAD_DIM, "head_dim")
+    _check_rope(positions, cos_sin, kv.shape[0], "rows of kv", cache.device)
+    _check_tensor("slot_mapping", slot_mapping, SLOT_DTYPES, 1, cache.device)
+    _check_size("slot_mapping", slot_mapping, 0, kv.shape[0], "rows of kv")
+    _check_cache("cache", cache, cache.device)
+    _check_at_least("compress_ratio", compress_ratio, 1)
+
+
+def _check_rope(
+    positions: Tensor,
+    cos_sin: Tensor,
+    num_tokens: int | torch.SymInt,
+    what: str,
+    device: torch.device,
+) -> None:
+    _check_tensor("positions", positions, SLOT_DTYPES, 1, device)
+    _check_size("positions", positions, 0, num_tokens, what)
+    _check_tensor("cos_sin", cos_sin, (torch.float32,), 2, device)
+    _check_size("cos_sin", cos_sin, 1, ROPE_DIM, "cosines and sines")
+
+
+def check_compress_kv(
+    kv: Tensor,
+    score: Tensor | None,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    norm_weight: Tensor,
+    ring_slots: Tensor | None,
+    ring: Tensor | None,
+    compress_ratio: int,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> None:
+    _check_batch(query_start_loc, seq_lens)
+    device = query_start_loc.device
+    _check_tensor("kv", kv, F32, 2, device)
+    _check_size("kv", kv, 1, HEAD_DIM, "head_dim")
+    _check_tensor("norm_weight", norm_weight, F32_OR_BF16, 1, device)
+    _check_size("norm_weight", norm_weight, 0, HEAD_DIM, "head_dim")
+    _expect(compress_ratio in (1, 2), "compress_ratio", lambda: f"1 or 2, got {compress_ratio}")
+    _check_given("score", score, compress_ratio)
+    _check_given("ring_slots", ring_slots, compress_ratio)
+    if ring is None or compress_ratio == 2:
+        _check_given("ring", ring, compress_ratio)
+    else:  # see api.compress_kv
+        no_rows = ring.shape[0] == 0
+        _expect(no_rows, "ring", lambda: f"None with compress_ratio = 1, got {_shape(ring)}")
+    if score is not None and ring_slots is not None and ring is not None:
+        _check_tensor("score", score, F32, 2, device)
+        for dim, what in enumerate(("rows of kv", "head_dim")):
+            _check_size("score", score, dim, kv.shape[dim], what)
+        _check_tensor("ring_slots", ring_slots, SLOT_DTYPES, 1, device)
+        _check_size("ring_slots", ring_slots, 0, seq_lens.shape[0], "len(seq_lens)")
+        _check_ring(ring, device)
+    _expect(
+        out_dtype in (None, *F32_OR_BF16),
+        "out_dtype",
+        lambda: f"torch.float32, torch.bfloat16 or None, got {out_dtype}",
+    )
+
+
+def _check_given(name: str, tensor: Tensor | None, compress_ratio: int) -> None:
+    accepted = "a tensor" if compress_ratio == 2 else "None"
+    came = "None" if tensor is None else _shape(tensor)
+    given = (tensor is not None) == (compress_ratio == 2)
+    _expect(given, name, lambda: f"{accepted} with compress_ratio = {compress_ratio}, got {came}")
+
+
+def _check_ring(ring: Tensor, device: torch.device) -> None:
+    _check_tensor("ring", ring, F32, 4, device)
+    _check_size("ring", ring, 2, 2, "kv and score")
+    _check_size("ring", ring, 3, HEAD_DIM, "head_dim")
+    rows, capacity = ring.shape[0], int(ring.shape[1])
+    _expect(
+        capacity >= 2 and capacity.bit_count() == 1,
+        "ring",
+        lambda: f"a capacity (dimension 1) of a power of two, 2 or more, got {_shape(ring)}",
+    )
+    apart = 2 * HEAD_DIM
+    dense = ring.stride(1) == apart and ring.stride(2) == HEAD_DIM
+    _expect_stride("ring", dense, 2, lambda: "the last three dimensions dense", ring)
+    size = capacity * apart
+    rows_apart = ring.stride(0) >= size
+    _expect_stride("ring", rows_apart, rows, lambda: f"rows at least {size} elements apart", ring)
+
+
+def check_indexer_k_insert(
+    k: Tensor,
+    norm_weight: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    cache: Tensor,
+    compress_ratio: int,
+    eps: float,
+) -> None:
+    device = cache.device
+    _check_tensor("k", k, F32_OR_BF16, 2, device)
+    _check_size("k", k, 1, INDEX_HEAD_DIM, "index_head_dim")
+    _check_tensor("norm_weight", norm_weight, F32_OR_BF16, 1, device)
+    _check_size("norm_weight", norm_weight, 0, INDEX_HEAD_DIM, "index_head_dim")
+    _check_rope(positions, cos_sin, k.shape[0], "rows of k", device)
+    _check_tensor("slot_mapping", slot_mapping, SLOT_DTYPES, 1, device)
+    _check_size("slot_mapping", slot_mapping, 0, k.shape[0], "rows of k")
+    check_index_cache("cache", cache, device)
+    _check_at_least("compress_ratio", compress_ratio, 1)
+
+
+def check_index_cache(name: str, cache: Tensor, device: torch.device) -> None:
+    """A paged cache of index keys, of either record."""
+    _check_tensor(name, cache, (torch.uint8,), 3, device)
+    accepted = " or ".join(f"{width} ({record.name})" for width, record in INDEX_RECORDS.items())
+    width = int(cache.shape[2])
+    _expect(
+        width in INDEX_RECORDS, name, lambda: f"a last dimension of {accepted}, got {_shape(cache)}"
+    )
+    _check_pages(name, cache, width)
+
+
+def check_indexer_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    topk: int,
+    compress_ratio: int,
+    candidate_blocks: Tensor | None,
+    num_candidate_blocks: int,
+    candidate_block_size: int,
+    dcp_world_size: int,
+    dcp_rank: int,
+    cp_interleave: int,
+) -> None:
+    _check_batch(query_start_loc, seq_lens)
+    device = query_start_loc.device
+    _check_tensor("q", q, (torch.bfloat16,), 3, device)
+    num_tokens, num_heads, _ = q.shape
+    _check_size("q", q, 2, INDEX_HEAD_DIM, "index_head_dim")
+    _check_range("q's number of heads", num_heads, 1, MAX_INDEX_HEADS)
+    _check_tensor("weights", weights, F32, 2, device)
+    _check_size("weights", weights, 0, num_tokens, "tokens")
+    _check_size("weights", weights, 1, num_heads, "heads")
+    check_index_cache("cache", cache, device)
+    _check_tensor("block_table", block_table, INT32, 2, device)
+    _check_range("topk", topk, 1, MAX_SELECTED)
+    _check_at_least("compress_ratio", compress_ratio, 1)
+    if candidate_blocks is not None:
+        _check_tensor("candidate_blocks", candidate_blocks, INT32, 2, device)
+        _check_size("candidate_blocks", candidate_blocks, 0, num_tokens, "tokens")
+        _check_range("candidate_blocks' width", candidate_blocks.shape[1], 0, MAX_SELECTED)
+    _check_range("num_candidate_blocks", num_candidate_blocks, 0, MAX_SELECTED)
+    _check_range("candidate_block_size", candidate_block_size, 1, MAX_BLOCK_SIZE)
+    _check_dcp(dcp_world_size, dcp_rank, cp_interleave)
+    if dcp_world_size > 1:
+        # As in _check_states.
+        states = cache.shape[1]
+        _expect(
+            states % cp_interleave == 0,
+            "cache",
+            lambda: (
+                f"pages of a multiple of cp_interleave = {cp_interleave} rows under DCP, "
+                f"got {states}"
+            ),
+        )
+
+
+def _check_range(name: str, value: int | torch.SymInt, least: int, most: int) -> None:
+    _expect(value >= least, name, lambda: f"{least} to {most}, got {value}")
+    _expect(value <= most, name, lambda: f"{least} to {most}, got {value}")
+
+
+def check_merge_topk(indices: Tensor, scores: Tensor, topk: int) -> None:
+    _check_tensor("indices", indices, INT32, 3, indices.device)
+    _check_tensor("scores", scores, F32, 3, indices.device)
+    for dim, what in enumerate(("ranks", "tokens", "columns")):
+        _check_size("scores", scores, dim, indices.shape[dim], what)
+    _check_range("topk", topk, 1, MAX_SELECTED)
+
+
 def check_kv_cache_gather(cache: Tensor, slots: Tensor) -> None:
     _check_cache("cache", cache, cache.device)
     _check_tensor("slots", slots, SLOT_DTYPES, 1, cache.device)
@@ -423,6 +630,8 @@ def check_sparse_mla_decode(
     softmax_scale: float,
     batch_invariant: bool,
     backend: str,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
 ) -> None:
     _check_tensor("q", q, (torch.bfloat16,), 3, q.device)
     num_tokens, num_heads, _ = q.shape
@@ -445,6 +654,14 @@ def check_sparse_mla_decode(
     if attn_sink is not None:
         _check_tensor("attn_sink", attn_sink, (torch.float32,), 1, q.device)
         _check_size("attn_sink", attn_sink, 0, num_heads, "heads")
+    if positions is not None and cos_sin is not None:
+        _check_rope(positions, cos_sin, num_tokens, "tokens", q.device)
+    else:
+        _expect(
+            positions is cos_sin,
+            "positions" if positions is None else "cos_sin",
+            lambda: "positions and cos_sin together, or neither, got None",
+        )
     if backend != AUTO:
         check_backend("backend", backend)
         _expect(

@@ -26,33 +26,81 @@ PROGRAM_COST = 2
 COMBINE_COST = 1
 
 # Of the CUDA C++ kernels, whose unit of work is some heads of one token.
-# The mma kernel: tiles of 16 rows in the ring of a CTA that serves a unit by itself, per pair of
-# records; as many as two CTAs of an SM leave room for.
-RING_SLOTS = {
-    "fp8_ds_mla+none": 8,
-    "fp8_ds_mla+fp8_ds_mla": 8,
-    "mxfp8+none": 9,
-    "mxfp8+mxfp8": 9,
-    "mxfp8+nvfp4": 9,
-    "nvfp4+none": 14,
-    "nvfp4+nvfp4": 14,
-}
+# The mma kernel: tiles of 16 rows in the ring of a CTA that has an SM for itself, and of one that
+# shares it with another, per pair of records: as many as there is room for.
 RING_TILE = 16
-RANKS = (1, 2, 4, 8)
-# CTAs of a cluster: how many clusters of that size an H200, which has 132 SMs, runs at once. Those
-# of 8 and of 4 do not fill every GPC.
-CLUSTER_UNITS = {8: 15, 4: 30, 2: 66}
+RING_SLOTS = {
+    "fp8_ds_mla+none": (12, 8),
+    "fp8_ds_mla+fp8_ds_mla": (12, 8),
+    "mxfp8+none": (12, 9),
+    "mxfp8+mxfp8": (12, 9),
+    "mxfp8+nvfp4": (12, 9),
+    "nvfp4+none": (16, 14),
+    "nvfp4+nvfp4": (16, 14),
+}
+# With 32 heads a cluster's CTA also has twice the results of the others.
+WIDE_CLUSTER_SLOTS = {"fp8_ds_mla": 9, "mxfp8": 9, "nvfp4": 16}
 MEASURED_SMS = 132
+# The mma kernel's tiles of 16 heads and CTAs per cluster.
+MMA_SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4))
+# CTAs of a cluster: how many clusters of that size an H200, which has 132 SMs, runs at once. Larger
+# ones do not fill every GPC.
+CLUSTER_UNITS = {8: 15, 4: 30, 3: 39, 2: 66}
 # Batch-invariant: tiles per rank. More would leave a small batch's SMs idle, fewer would cost a
 # large batch the exchange of its partial results.
 INVARIANT_TILES = 10
-# Microseconds of a wave, measured there with 128 + 512 rows: of the mma kernel with one and with
-# two CTAs per SM, and of the wgmma kernel.
-WAVE_US = {
-    "fp8_ds_mla": (30, 44, 54),
-    "mxfp8": (25, 41, 36),
-    "mxfp8+nvfp4": (28, 43, 50),
-    "nvfp4": (26, 42, 44),
+# Microseconds of a wave, measured there with 128 + 512 rows. Of the mma kernel by tiles of 16 heads
+# and CTAs per cluster; SHARED: two CTAs of 16 heads on every SM; and of the wgmma kernel.
+SHARED, WGMMA = "shared", "wgmma"
+WAVE_US: dict[str, dict[tuple[int, int] | str, float]] = {
+    "fp8_ds_mla": {
+        (1, 8): 9,
+        (1, 4): 12.5,
+        (1, 3): 15.8,
+        (2, 4): 16.5,
+        (1, 2): 19,
+        (2, 2): 23.4,
+        (1, 1): 30.5,
+        (2, 1): 37,
+        SHARED: 43.5,
+        WGMMA: 37.5,
+    },
+    "mxfp8": {
+        (1, 8): 9.5,
+        (1, 4): 12.5,
+        (1, 3): 15.8,
+        (2, 4): 17,
+        (1, 2): 19,
+        (2, 2): 26.7,
+        (1, 1): 25,
+        (2, 1): 36.5,
+        SHARED: 40,
+        WGMMA: 33.5,
+    },
+    "mxfp8+nvfp4": {
+        (1, 8): 9.7,
+        (1, 4): 12.4,
+        (1, 3): 15.8,
+        (2, 4): 17,
+        (1, 2): 20,
+        (2, 2): 27.5,
+        (1, 1): 30,
+        (2, 1): 36.6,
+        SHARED: 47,
+        WGMMA: 39.5,
+    },
+    "nvfp4": {
+        (1, 8): 9.4,
+        (1, 4): 12.2,
+        (1, 3): 15.2,
+        (2, 4): 16.2,
+        (1, 2): 18.5,
+        (2, 2): 23.5,
+        (1, 1): 27,
+        (2, 1): 36.4,
+        SHARED: 43,
+        WGMMA: 33.5,
+    },
 }
 # The wgmma kernel's queries are f16, exact to 2^-28; a larger softmax scale could make more of
 # smaller ones.
@@ -77,6 +125,7 @@ class DecodeProblem:
     cache_bytes: int = 0  # from the first to the last, of the longer cache
     empty_pool: bool = False  # a cache has no page
     softmax_scale: float = HEAD_DIM**-0.5
+    rope: bool = False  # the output is rotated back to position 0
 
     @property
     def records(self) -> str:
@@ -182,34 +231,65 @@ CudaConfig = MmaConfig | WgmmaConfig
 
 
 def cuda_config(problem: DecodeProblem) -> CudaConfig:
-    if _for_wgmma(problem):
-        return WgmmaConfig()
-    return mma_config(problem.records, _ranks(problem))
+    """The one whose waves take least."""
+    if problem.batch_invariant:
+        ranks = [n for n in CLUSTER_UNITS if n <= _tiles(problem) // INVARIANT_TILES]
+        return mma_config(problem.records, 1, max(ranks, default=1))
+    cost, shape = _fastest_shape(problem)
+    # A scale as large as that is not for its queries, and fewer heads not for its tiles.
+    if abs(problem.softmax_scale) <= LARGE_SCALE and problem.num_heads > MmaConfig().heads:
+        waves = ceil(_units(problem, WgmmaConfig.heads) / MEASURED_SMS)
+        if waves * _wave_us(problem)[WGMMA] < cost:
+            return WgmmaConfig()
+    return mma_config(problem.records, *shape)
 
 
-def mma_config(records: str, ranks: int) -> MmaConfig:
+def mma_config(records: str, m_tiles: int, ranks: int) -> MmaConfig:
     """A rank of several has an SM to itself, and with it more warps and a longer ring."""
+    alone, shared = RING_SLOTS[records]
+    if m_tiles == 2:
+        slots = alone if ranks == 1 else WIDE_CLUSTER_SLOTS[records.split("+")[0]]
+        return MmaConfig(2, score_warps=4, value_warps=8, slots=slots, ctas_per_sm=1, ranks=ranks)
     if ranks == 1:
-        return MmaConfig(slots=RING_SLOTS[records])
+        return MmaConfig(slots=shared)
     return MmaConfig(score_warps=6, value_warps=8, slots=12, ctas_per_sm=1, ranks=ranks)
 
 
 def cuda_variants(problems: Iterable[DecodeProblem]) -> set[CudaConfig]:
-    """The CUDA configurations of these problems; each is compiled."""
-    return {cuda_config(problem) for problem in problems}
+    """The CUDA configurations of these problems, whatever their scale; each is compiled."""
+    variants: set[CudaConfig] = set()
+    for problem in problems:
+        variants.add(cuda_config(problem))
+        if not problem.batch_invariant:
+            variants.add(mma_config(problem.records, *_fastest_shape(problem)[1]))
+    return variants
 
 
-def _for_wgmma(problem: DecodeProblem) -> bool:
-    """Many tokens of many heads; not batch-invariant ones, as the two kernels' bits differ."""
-    if problem.batch_invariant or abs(problem.softmax_scale) > LARGE_SCALE:
-        return False
-    units = _units(problem, MmaConfig().heads)
-    if units <= CLUSTER_UNITS[2]:
-        return False
-    alone, shared, wgmma = WAVE_US.get(problem.records) or WAVE_US[problem.window_record]
+def _fastest_shape(problem: DecodeProblem) -> tuple[float, tuple[int, int]]:
+    """Of the mma kernel, with its microseconds."""
+    return min((_cost(problem, shape), shape) for shape in _mma_shapes(problem))
+
+
+def _mma_shapes(problem: DecodeProblem) -> Iterable[tuple[int, int]]:
+    """All clusters have to run at once, and no rank or tile is for nothing."""
+    for m_tiles, ranks in MMA_SHAPES:
+        runs_at_once = ranks == 1 or _units(problem, 16 * m_tiles) <= CLUSTER_UNITS[ranks]
+        fits = ranks <= max(1, _tiles(problem)) and problem.num_heads > 16 * (m_tiles - 1)
+        if runs_at_once and fits:
+            yield m_tiles, ranks
+
+
+def _cost(problem: DecodeProblem, shape: tuple[int, int]) -> float:
+    wave_us, units = _wave_us(problem), _units(problem, 16 * shape[0])
+    if shape != (1, 1):
+        return ceil(units * shape[1] / MEASURED_SMS) * wave_us[shape]
     waves, rest = divmod(units, 2 * MEASURED_SMS)
-    mma = waves * shared + (0 if rest == 0 else alone if rest <= MEASURED_SMS else shared)
-    return ceil(_units(problem, WgmmaConfig.heads) / MEASURED_SMS) * wgmma < mma
+    last = 0 if rest == 0 else wave_us[shape] if rest <= MEASURED_SMS else wave_us[SHARED]
+    return waves * wave_us[SHARED] + last
+
+
+def _wave_us(problem: DecodeProblem) -> dict[tuple[int, int] | str, float]:
+    return WAVE_US.get(problem.records) or WAVE_US[problem.window_record]
 
 
 def _units(problem: DecodeProblem, heads: int) -> float:
@@ -218,12 +298,91 @@ def _units(problem: DecodeProblem, heads: int) -> float:
     return units * MEASURED_SMS / problem.num_sms
 
 
-def _ranks(problem: DecodeProblem) -> int:
-    """As many as pay off, or by widths; none without a tile."""
-    tiles = -(-problem.window_width // RING_TILE) + -(-problem.topk_width // RING_TILE)
-    if problem.batch_invariant:
-        most = tiles // INVARIANT_TILES
-    else:
-        units = _units(problem, MmaConfig().heads)
-        most = max((ranks for ranks, up_to in CLUSTER_UNITS.items() if units <= up_to), default=1)
-    return max(ranks for ranks in RANKS if ranks == 1 or ranks <= min(most, tiles))
+def _tiles(problem: DecodeProblem) -> int:
+    return -(-problem.window_width // RING_TILE) + -(-problem.topk_width // RING_TILE)
+
+
+# Of indexer_topk, estimated.
+INDEXER_ROWS = 128  # of a tile
+INDEXER_TILES = 8  # scored before the best are chosen
+INDEXER_STAGES = 7  # three tiles: where a row lies is loaded before the row
+INDEXER_WARPS = 8
+INDEXER_PROGRAMS_PER_SM = 2
+INDEXER_REGISTERS = 128  # of a thread, so that they fit
+INDEXER_MIN_ROWS = 512  # that a program does not share with another
+INDEXER_MAX_SPLITS = 256
+INDEXER_MAX_TOKENS = 512  # at a time, which bounds the scratch memory
+MERGE_ENTRIES = 8192  # that a program merges at a time
+MERGE_ENTRIES_PER_WARP = 512
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """``splits`` programs per token, ``tokens`` at a time; each scores tiles of ``rows`` states."""
+
+    tokens: int
+    splits: int
+    rows: int
+    rows_per_block: int
+    tiles: int
+    min_tiles: int
+    size: int  # entries of a program's list of states
+    block_size: int  # and of blocks
+    candidates: int
+    stages: int
+    num_warps: int
+    registers: int
+    lists_per_group: int
+    merge_size: int
+    merge_lists: int
+    merge_warps: int
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.rows * self.tiles
+
+
+def indexer_config(
+    num_tokens: int,
+    num_states: int,
+    candidate_block_size: int,
+    topk: int,
+    num_candidate_blocks: int,
+    num_candidates: int,
+    num_sms: int,
+) -> IndexerConfig:
+    """``num_states``: that a table (or the candidates) may name; no block size: no blocks."""
+    rows = INDEXER_ROWS
+    rows_per_block = _power_of_2(candidate_block_size)
+    chunk = rows * INDEXER_TILES
+    tokens = min(num_tokens, INDEXER_MAX_TOKENS)
+    most = min(INDEXER_MAX_SPLITS, max(1, ceil(num_states / INDEXER_MIN_ROWS)))
+    splits = max(1, min(INDEXER_PROGRAMS_PER_SM * num_sms // tokens, most))
+    longest = max(topk, num_candidate_blocks)
+    per_group = max(2, MERGE_ENTRIES // longest)
+    if splits > per_group:
+        per_group = max(per_group, ceil(splits**0.5))
+    merge_size = min(MERGE_ENTRIES, _power_of_2(max(2, min(splits, per_group)) * longest))
+    return IndexerConfig(
+        tokens=tokens,
+        splits=splits,
+        rows=rows,
+        rows_per_block=rows_per_block,
+        tiles=INDEXER_TILES,
+        min_tiles=max(1, INDEXER_MIN_ROWS // rows),
+        size=_power_of_2(topk + chunk),
+        block_size=_power_of_2(num_candidate_blocks + chunk // rows_per_block),
+        candidates=_power_of_2(num_candidates),
+        stages=INDEXER_STAGES,
+        num_warps=INDEXER_WARPS,
+        registers=INDEXER_REGISTERS,
+        lists_per_group=per_group,
+        merge_size=merge_size,
+        merge_lists=_power_of_2(INDEXER_MAX_SPLITS),
+        merge_warps=max(4, min(16, merge_size // MERGE_ENTRIES_PER_WARP)),
+    )
+
+
+def _power_of_2(number: int) -> int:
+    """The least that is not less; 1 for 0."""
+    return 1 << max(number - 1, 0).bit_length()

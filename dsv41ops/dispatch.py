@@ -119,6 +119,7 @@ def backends(
     num_heads: int = 64,
     *,
     batch_invariant: bool = False,
+    inverse_rope: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, str | None]:
     """Every backend of ``sparse_mla_decode``, and why it cannot serve here.
@@ -129,6 +130,7 @@ def backends(
         cache_dtype: Record of the compressed cache; None for window-only layers.
         num_heads: ``H``, 1 to 128.
         batch_invariant: As attention will be called.
+        inverse_rope: Whether it will be called with ``positions`` and ``cos_sin``.
         device: torch's current CUDA device when None, a CPU where there is none.
 
     Returns:
@@ -155,6 +157,7 @@ def backends(
             topk_width=0 if record is None else 512,
             num_sms=num_sms,
             batch_invariant=batch_invariant,
+            rope=inverse_rope,
             capability=capability,
             window_record=window,
             record=record,
@@ -196,6 +199,7 @@ def _chosen(
     topk_width: int,
     batch_invariant: bool,
     softmax_scale: float,
+    rope: bool,
     window: Layout,
     compressed: Layout | None,
 ) -> Callable[..., Any]:
@@ -217,6 +221,7 @@ def _chosen(
         aligned=all(layout[3] for layout in layouts),
         empty_pool=any(layout[4] == 0 for layout in layouts),
         softmax_scale=softmax_scale,
+        rope=rope,
     )
     return launcher(choose(backend, device, problem))
 
@@ -233,6 +238,8 @@ def launch_sparse_mla_decode(
     softmax_scale: float,
     batch_invariant: bool,
     backend: str,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     **buffers: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Through the backend that serves this call; what it may depend on is all in the arguments."""
@@ -246,6 +253,7 @@ def launch_sparse_mla_decode(
         topk_width,
         batch_invariant,
         softmax_scale,
+        positions is not None,
         _layout(swa_cache),
         None if cache is None or topk_width == 0 else _layout(cache),
     )
@@ -260,6 +268,8 @@ def launch_sparse_mla_decode(
         attn_sink,
         softmax_scale,
         batch_invariant,
+        positions,
+        cos_sin,
         **buffers,
     )
     return result

@@ -84,6 +84,11 @@ def fake_decode_metadata(
     )
 
 
+def fake_compress_kv(kv: Tensor, *options: object) -> Tensor:
+    out_dtype = options[-1] if isinstance(options[-1], torch.dtype) else torch.bfloat16
+    return kv.new_empty((kv.shape[0], HEAD_DIM), dtype=out_dtype)
+
+
 def fake_kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:
     return cache.new_empty((slots.shape[0], HEAD_DIM), dtype=torch.bfloat16)
 
@@ -93,6 +98,34 @@ def fake_sparse_mla_decode(q: Tensor, *options: object) -> tuple[Tensor, Tensor]
     return (
         q.new_empty((num_tokens, num_heads, head_dim)),
         q.new_empty((num_tokens, num_heads), dtype=torch.float32),
+    )
+
+
+def fake_indexer_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    topk: int,
+    compress_ratio: int,
+    candidate_blocks: Tensor | None,
+    num_candidate_blocks: int,
+    *options: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    selected = _scored_rows(q, q.shape[0], topk)
+    return *selected, *_scored_rows(q, q.shape[0], num_candidate_blocks)
+
+
+def fake_merge_topk(indices: Tensor, scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    return _scored_rows(indices, indices.shape[1], topk)
+
+
+def _scored_rows(like: Tensor, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    return (
+        like.new_empty((num_tokens, width), dtype=torch.int32),
+        like.new_empty((num_tokens, width), dtype=torch.float32),
     )
 
 

@@ -1,4 +1,5 @@
 """KV-cache records: how one 512-wide latent row lies in bytes, and how rows lie in a page.
+The indexer's keys have records of their own, at the end.
 
 A cache is ``[pages, page_size, record.row_bytes]`` uint8 (``[pages, page_size, 512]`` bfloat16 for
 ``bf16``). The last dimension names the record; ``stride(0)``, which may be larger than a page's
@@ -102,11 +103,73 @@ def new_kv_cache(
     Raises:
         ValueError: A size below its bound, or an unknown ``kv_cache_dtype``.
     """
-    if num_pages < 0:
-        raise ValueError(f"num_pages: expected at least 0, got {num_pages}")
-    if page_size < 1:
-        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    _check_sizes(num_pages, page_size)
     record = record_named(kv_cache_dtype)
     page_elements = record.page_bytes(page_size) // record.dtype.itemsize
     pool = torch.zeros(num_pages, page_elements, dtype=record.dtype, device=device)
     return pool.as_strided((num_pages, page_size, record.width), (page_elements, record.width, 1))
+
+
+INDEX_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class IndexRecord:
+    """Byte layout of one index key. A page holds all rows' data first, then all rows' scales."""
+
+    name: str
+    data_bytes: int
+    scale_bytes: int
+    scale_group: int  # values per scale
+    split_page: bool = True
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data_bytes + self.scale_bytes
+
+
+INDEX_FP8 = IndexRecord("fp8", 128, 4, 128)  # e4m3, one float32 scale
+INDEX_MXFP4 = IndexRecord("mxfp4", 64, 4, 32)  # e2m1, even element low; UE8M0 scales
+
+INDEX_RECORDS = {record.row_bytes: record for record in (INDEX_FP8, INDEX_MXFP4)}
+
+
+def index_record_named(name: str) -> IndexRecord:
+    """The record of an index-cache dtype name."""
+    for record in INDEX_RECORDS.values():
+        if record.name == name:
+            return record
+    accepted = ", ".join(record.name for record in INDEX_RECORDS.values())
+    raise ValueError(f"index_cache_dtype: expected one of {accepted}; got {name!r}")
+
+
+def new_index_cache(
+    num_pages: int,
+    page_size: int,
+    index_cache_dtype: str = "fp8",
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Allocate a zeroed paged cache of index keys.
+
+    Args:
+        num_pages: Pages in the pool, at least 0.
+        page_size: Rows (states) per page, at least 1.
+        index_cache_dtype: ``fp8`` (132 bytes per key) or ``mxfp4`` (68).
+        device: Where the cache lives; torch's default device when None.
+
+    Returns:
+        ``[num_pages, page_size, row_bytes]`` uint8, contiguous.
+
+    Raises:
+        ValueError: A size below its bound, or an unknown ``index_cache_dtype``.
+    """
+    _check_sizes(num_pages, page_size)
+    shape = (num_pages, page_size, index_record_named(index_cache_dtype).row_bytes)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+
+def _check_sizes(num_pages: int, page_size: int) -> None:
+    if num_pages < 0:
+        raise ValueError(f"num_pages: expected at least 0, got {num_pages}")
+    if page_size < 1:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")

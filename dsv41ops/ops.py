@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsv41ops import checks, dispatch, fakes
-from dsv41ops.reference import attention, index, kv_cache
+from dsv41ops.reference import attention, compressor, index, index_keys, indexer, kv_cache
 from dsv41ops.schemas import SCHEMAS
 
 Kernel = Callable[..., Any]
@@ -45,7 +45,7 @@ PADDING = {
 
 
 def _reference(op: str) -> Kernel:
-    for module in (index, kv_cache, attention):
+    for module in (index, kv_cache, compressor, index_keys, indexer, attention):
         if hasattr(module, op):
             return getattr(module, op)  # type: ignore[no-any-return]
     raise AssertionError(f"no reference for {op}")

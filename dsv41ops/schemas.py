@@ -40,7 +40,14 @@ _DECODE = (
     "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, "
     "Tensor? cache=None, Tensor? topk_indices=None, Tensor? topk_lens=None, "
     "Tensor? attn_sink=None, float softmax_scale=0.04419417382415922, bool batch_invariant=False, "
-    'str backend="auto"'
+    'str backend="auto", Tensor? positions=None, Tensor? cos_sin=None'
+)
+
+_INDEXER = (
+    "Tensor q, Tensor weights, Tensor cache, Tensor query_start_loc, Tensor seq_lens, "
+    "Tensor block_table, int topk, int compress_ratio, Tensor? candidate_blocks=None, "
+    "int num_candidate_blocks=0, int candidate_block_size=8, "
+    "int dcp_world_size=1, int dcp_rank=0, int cp_interleave=1"
 )
 
 SCHEMAS: dict[str, str] = {
@@ -58,6 +65,21 @@ SCHEMAS: dict[str, str] = {
     "decode_metadata": f"({_METADATA}) -> ({', '.join(['Tensor'] * 9)})",
     "decode_metadata_out": f"({_METADATA}, *, {_METADATA_BUFFERS}) -> ()",
     "kv_cache_insert": "(Tensor kv, Tensor slot_mapping, Tensor(a!) cache) -> ()",
+    "rope_kv_cache_insert": (
+        "(Tensor kv, Tensor positions, Tensor cos_sin, Tensor slot_mapping, Tensor(a!) cache, "
+        "int compress_ratio=1) -> ()"
+    ),
+    "compress_kv": (
+        "(Tensor kv, Tensor? score, Tensor query_start_loc, Tensor seq_lens, Tensor norm_weight, "
+        "Tensor? ring_slots, Tensor(a!)? ring, int compress_ratio, float eps=1e-20, "
+        "ScalarType? out_dtype=None) -> Tensor"
+    ),
+    "indexer_k_insert": (
+        "(Tensor k, Tensor norm_weight, Tensor positions, Tensor cos_sin, Tensor slot_mapping, "
+        "Tensor(a!) cache, int compress_ratio=1, float eps=1e-20) -> ()"
+    ),
+    "indexer_topk": f"({_INDEXER}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "merge_topk": "(Tensor indices, Tensor scores, int topk) -> (Tensor, Tensor)",
     "kv_cache_gather": "(Tensor cache, Tensor slots) -> Tensor",
     "sparse_mla_decode": f"({_DECODE}) -> (Tensor, Tensor)",
     "sparse_mla_decode_out": f"({_DECODE}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv41ops import api, dispatch
-from dsv41ops.checks import MAX_HEADS, SLOT_DTYPES, check_backend
+from dsv41ops.checks import (
+    F32_OR_BF16,
+    MAX_BLOCK_SIZE,
+    MAX_HEADS,
+    MAX_INDEX_HEADS,
+    MAX_SELECTED,
+    SLOT_DTYPES,
+    check_backend,
+)
 from dsv41ops.configs import DecodeProblem
 from dsv41ops.kernels.device import sms_and_capability
-from dsv41ops.layouts import HEAD_DIM, new_kv_cache, record_named
+from dsv41ops.layouts import (
+    HEAD_DIM,
+    INDEX_HEAD_DIM,
+    ROPE_DIM,
+    index_record_named,
+    new_index_cache,
+    new_kv_cache,
+    record_named,
+)
 
 PAGE_SIZE = 32  # of the dummy caches; no variant depends on it
 
@@ -22,12 +39,17 @@ def warmup(
     swa_cache_dtype: str = "auto",
     cache_dtype: str | None = None,
     *,
+    index_cache_dtype: str | None = None,
+    index_heads: int = 32,
+    num_candidate_blocks: int = 0,
+    candidate_block_size: int = 8,
     window_width: int = 128,
     draft_width: int | None = None,
     topk: int = 512,
     max_num_tokens: int = 8192,
     attn_sink: bool = True,
     batch_invariant: bool = False,
+    inverse_rope: bool = False,
     backend: str = "auto",
     dcp_world_size: int = 1,
     dcp_rank: int = 0,
@@ -47,6 +69,11 @@ def warmup(
         num_heads: ``H``, query heads on this rank, 1 to 128.
         swa_cache_dtype: Record of the window caches, as :func:`new_kv_cache` names it.
         cache_dtype: Record of the compressed caches; None if the model has none.
+        index_cache_dtype: Record of the index caches, as :func:`new_index_cache` names it; None if
+            compressor and indexer do not run by these ops.
+        index_heads: Heads of the indexer, 1 to 64.
+        num_candidate_blocks: Blocks that an indexer keeps for later ones, 0 to 2048; 0: none does.
+        candidate_block_size: States in such a block, 1 to 128.
         window_width: Columns of the causal window indices.
         draft_width: Columns of the non-causal ones (draft blocks); None if there are none.
         topk: Columns of the selection, at least 1; unused without a compressed cache.
@@ -54,6 +81,7 @@ def warmup(
         attn_sink: Whether attention has sinks. Under DCP the variants without are compiled too,
             as the merge applies them.
         batch_invariant: As attention will be called.
+        inverse_rope: Whether it will be called with ``positions`` and ``cos_sin``.
         backend: As attention will be called; ``auto`` covers all that it may choose, and
             the libraries of those are loaded.
         dcp_world_size: DCP ranks; above 1 also the merge of so many states.
@@ -88,6 +116,15 @@ def warmup(
     records = [record_named(swa_cache_dtype).name]
     if cache_dtype is not None:
         records.append(record_named(cache_dtype).name)
+    if index_cache_dtype is not None:
+        index_record_named(index_cache_dtype)
+    for name, number, least, most in (
+        ("index_heads", index_heads, 1, MAX_INDEX_HEADS),
+        ("num_candidate_blocks", num_candidate_blocks, 0, MAX_SELECTED),
+        ("candidate_block_size", candidate_block_size, 1, MAX_BLOCK_SIZE),
+    ):
+        if require_int(name, number, least) > most:
+            raise ValueError(f"{name}: expected at most {most}, got {number}")
     device = _cuda_device(device)
     if device is None:
         return
@@ -99,6 +136,11 @@ def warmup(
     num_sms, capability = sms_and_capability(device)
     with torch.no_grad(), torch.cuda.device(device):
         _run_index_ops(window_width, draft_width, topk_widths[-1], dcp, device)
+        if index_cache_dtype is not None:
+            _run_compressor(index_cache_dtype, device)
+            blocks = (num_candidate_blocks, candidate_block_size)
+            for aligned in (True, False) if unaligned else (True,):
+                _run_indexer(index_cache_dtype, aligned, index_heads, topk, blocks, dcp, device)
         for aligned in (True, False) if unaligned else (True,):
             caches = [_cache(record, aligned, device) for record in records]
             _run_cache_ops(caches, device)
@@ -115,6 +157,7 @@ def warmup(
                         records[0],
                         records[-1] if topk_width else None,
                         aligned,
+                        rope=inverse_rope,
                     )
                     for width in widths
                     for num_tokens in range(1, max_num_tokens + 1)
@@ -124,6 +167,7 @@ def warmup(
                     caches[0],
                     caches[-1] if topk_width else None,
                     {attn_sink, attn_sink and dcp_world_size == 1},
+                    inverse_rope,
                     _by_backend(dispatch.requested(backend), problems, device),
                 )
             if dcp_world_size > 1:
@@ -209,13 +253,80 @@ def _run_index_ops(
         api.topk_to_slots(selected, starts, seq_lens, table, states_per_page, 1, *dcp)
 
 
+def _run_compressor(index_cache_dtype: str, device: torch.device) -> None:
+    """A padding token's latent and an index key without a slot."""
+    cache = new_index_cache(1, PAGE_SIZE, index_cache_dtype, device)
+    kv = torch.zeros(1, HEAD_DIM, device=device)
+    ring = torch.zeros(1, 2, 2, HEAD_DIM, device=device)
+    key, cos_sin = (torch.zeros(1, size, device=device) for size in (INDEX_HEAD_DIM, ROPE_DIM))
+    starts, seq_lens = torch.zeros(3, dtype=torch.int32, device=device).split([2, 1])
+    numbers = [torch.full((1,), -1, dtype=dtype, device=device) for dtype in SLOT_DTYPES]
+    for weight, dtype in product(F32_OR_BF16, repeat=2):
+        norm = kv[0].to(weight)
+        api.compress_kv(kv, None, starts, seq_lens, norm, None, None, 1, out_dtype=dtype)
+        for slots in numbers:
+            api.compress_kv(kv, kv, starts, seq_lens, norm, slots, ring, 2, out_dtype=dtype)
+            for positions in numbers:
+                api.indexer_k_insert(
+                    key.to(dtype), key[0].to(weight), positions, cos_sin, slots, cache
+                )
+
+
+def _run_indexer(
+    index_cache_dtype: str,
+    aligned: bool,
+    num_heads: int,
+    topk: int,
+    blocks: tuple[int, int],
+    dcp: tuple[int, int, int],
+    device: torch.device,
+) -> None:
+    """A padding token, by layers that keep candidates, look inside them, or neither."""
+    page_size = 4 * dcp[2] * PAGE_SIZE  # a multiple of the interleave, and of 16 bytes
+    cache = new_index_cache(2, page_size, index_cache_dtype, device)
+    if not aligned:
+        cache = cache.view(-1)[1 : 1 + cache[0].numel()].view(1, *cache.shape[1:])
+    q = torch.zeros(1, num_heads, INDEX_HEAD_DIM, dtype=torch.bfloat16, device=device)
+    weights = torch.zeros(1, num_heads, device=device)
+    starts, seq_lens, table = (
+        torch.zeros(shape, dtype=torch.int32, device=device) for shape in (2, 1, (1, 1))
+    )
+    count, size = blocks
+    candidates = torch.zeros(1, count, dtype=torch.int32, device=device)
+    module = import_module("dsv41ops.kernels.triton.indexer_topk")
+    for given, kept in ((None, 0), (None, count), (candidates, 0))[: 3 if count else 1]:
+        for options in module.variants(topk, kept, 0 if given is None else count, size):
+            module.launch_indexer_topk(
+                q,
+                weights,
+                cache,
+                starts,
+                seq_lens,
+                table,
+                topk,
+                1,
+                given,
+                kept,
+                size,
+                *dcp,
+                **options,
+            )
+    for width in {topk, count} - {0} if dcp[0] > 1 else ():
+        scores = torch.zeros(dcp[0], 1, width, device=device)
+        api.merge_topk(scores.to(torch.int32), scores, width)
+
+
 def _run_cache_ops(caches: list[Tensor], device: torch.device) -> None:
-    kv = torch.zeros(1, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    for dtype in SLOT_DTYPES:
-        slots = torch.zeros(1, dtype=dtype, device=device)
+    rows = torch.zeros(1, HEAD_DIM, device=device)
+    cos_sin = torch.zeros(1, ROPE_DIM, device=device)
+    numbers = [torch.zeros(1, dtype=dtype, device=device) for dtype in SLOT_DTYPES]
+    for slots in numbers:
         for cache in caches:
-            api.kv_cache_insert(kv, slots, cache)
+            api.kv_cache_insert(rows.bfloat16(), slots, cache)
             api.kv_cache_gather(cache, slots)
+            for kv in (rows.bfloat16(), rows):
+                for positions in numbers:
+                    api.rope_kv_cache_insert(kv, positions, cos_sin, slots, cache)
 
 
 def _run_decode(
@@ -223,6 +334,7 @@ def _run_decode(
     swa_cache: Tensor,
     cache: Tensor | None,
     sinks: set[bool],
+    inverse_rope: bool,
     served: dict[str, list[DecodeProblem]],
 ) -> None:
     """One token without a visible row, through the launchers, which take a variant's options."""
@@ -231,11 +343,15 @@ def _run_decode(
     sink = torch.zeros(num_heads, device=device)
     indices = torch.zeros(1, 1, dtype=torch.int32, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
+    ropes: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
+    if inverse_rope:
+        table = torch.zeros(1, ROPE_DIM, device=device)
+        ropes = [(torch.zeros(1, dtype=dtype, device=device), table) for dtype in SLOT_DTYPES]
     has_cache = cache is not None
     for backend, problems in served.items():
         module = import_module(f"dsv41ops.kernels.{backend}.sparse_mla_decode")
         for options in module.variants(problems):
-            for with_sink in sinks:
+            for with_sink, (positions, cos_sin) in product(sinks, ropes):
                 module.launch_sparse_mla_decode(
                     q,
                     swa_cache,
@@ -247,6 +363,8 @@ def _run_decode(
                     sink if with_sink else None,
                     softmax_scale=1.0,
                     batch_invariant=False,
+                    positions=positions,
+                    cos_sin=cos_sin,
                     **options,
                 )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import dsv41ops
+from tests.contract.inputs import rope_table
 from tests.support import (
     HEAD_DIM,
     RECORDS,
@@ -16,6 +17,7 @@ from tests.support import (
     assert_same_bits,
     dense_attention,
     random_cache,
+    rotated,
 )
 
 # Window record, compressed record: alone, alike, and the pairs that releases and tests use.
@@ -42,6 +44,17 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """By what the output is rotated back."""
+
+    positions: Tensor
+    cos_sin: Tensor
+
+    def arguments(self) -> dict[str, Tensor]:
+        return {"positions": self.positions, "cos_sin": self.cos_sin}
+
+
+@dataclass(frozen=True)
 class Call:
     """Arguments of one decode call, and the float64 answer to it."""
 
@@ -49,6 +62,7 @@ class Call:
     parts: tuple[Part, ...]
     sink: Tensor | None = None
     scale: float = SCALE
+    rope: Rope | None = None
 
     def run(self, **options: bool | str) -> tuple[Tensor, Tensor]:
         extra = self.parts[1] if len(self.parts) == 2 else None
@@ -63,16 +77,21 @@ class Call:
             topk_lens=None if extra is None else extra.lens,
             attn_sink=self.sink,
             softmax_scale=self.scale,
+            **({} if self.rope is None else self.rope.arguments()),
             **options,
         )
 
     def exact(self) -> tuple[Tensor, Tensor]:
         parts = [(part.cache, part.indices, part.lens) for part in self.parts]
-        return dense_attention(self.q, parts, sink=self.sink, scale=self.scale)
+        out, lse = dense_attention(self.q, parts, sink=self.sink, scale=self.scale)
+        if self.rope is not None:
+            out = rotated(out, self.rope.positions, self.rope.cos_sin, back=True)
+        return out, lse
 
     def check(self) -> None:
         """Right, contiguous, and with the caller's tensors untouched."""
         held = [self.q, *(t for p in self.parts for t in (p.cache, p.indices, p.lens))]
+        held += [] if self.rope is None else self.rope.arguments().values()
         before = [tensor.clone() for tensor in held]
         expected = self.exact()
         for batch_invariant in (False, True):
@@ -85,7 +104,9 @@ class Call:
 
     def select(self, tokens: list[int]) -> Call:
         rows = torch.tensor(tokens, device=self.q.device)
-        return replace(self, q=self.q[rows], parts=tuple(part.select(rows) for part in self.parts))
+        parts = tuple(part.select(rows) for part in self.parts)
+        rope = self.rope and replace(self.rope, positions=self.rope.positions[rows])
+        return replace(self, q=self.q[rows], parts=parts, rope=rope)
 
 
 def random_part(
@@ -118,10 +139,19 @@ def random_call(
     window_width: int = 37,
     width: int = 65,
     sink: bool = True,
+    rope: bool = False,
 ) -> Call:
     parts = [random_part(pair[0], num_tokens, window_width, device)]
     if pair[1] is not None:
         parts.append(random_part(pair[1], num_tokens, width, device, page_size=64, pad=2))
     q = torch.randn(num_tokens, heads, HEAD_DIM, device=device).bfloat16()
     logits = torch.randn(heads, device=device) * 2 + 3 if sink else None
-    return Call(q, tuple(parts), logits)
+    return Call(q, tuple(parts), logits, rope=random_rope(num_tokens, device) if rope else None)
+
+
+def random_rope(
+    num_tokens: int, device: torch.device, dtype: torch.dtype = torch.int64, rows: int = 50
+) -> Rope:
+    """Some positions below 0 or past the table."""
+    positions = torch.randint(-rows // 8, rows + rows // 8, (num_tokens,), dtype=dtype)
+    return Rope(positions.to(device), rope_table(rows, device))

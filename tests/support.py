@@ -253,6 +253,18 @@ def dense_attention(
     return out, lse
 
 
+def rotated(rows: Tensor, positions: Tensor, cos_sin: Tensor, *, back: bool = False) -> Tensor:
+    """float64 rows whose last 64 columns, 32 complex numbers, are turned to their positions."""
+    rows, table = rows.double().cpu().clone(), cos_sin.double().cpu()
+    for row, position in zip(rows, positions.tolist(), strict=True):
+        if 0 <= position < len(table):
+            turn = torch.complex(*table[position].chunk(2))
+            pairs = torch.view_as_complex(row[..., -64:].unflatten(-1, (32, 2)).contiguous())
+            turned = pairs * (turn.conj() if back else turn)
+            row[..., -64:] = torch.view_as_real(turned).flatten(-2)
+    return rows
+
+
 def assert_attention_close(
     out: Tensor, lse: Tensor, expected_out: Tensor, expected_lse: Tensor, rtol: float = 4e-3
 ) -> None:

@@ -148,6 +148,7 @@ def test_every_backend_has_its_modules(backend: str) -> None:
         ({"window_record": "mxfp8", "record": None}, "these are mxfp8+none"),
         ({"batch_invariant": True}, "batch_invariant: "),
         ({"softmax_scale": 0.0}, "softmax_scale: "),
+        ({"rope": True}, "positions and cos_sin: "),
         ({"empty_pool": True}, "a cache without a page"),
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"page_stride": 2**31}, "these are 2147483648"),
@@ -174,6 +175,7 @@ def test_what_flash_mla_serves(change: dict[str, Any], reason: str | None) -> No
         ({"num_heads": 1, "num_tokens": 8192, "window_width": 0, "topk_width": 7}, None),
         ({"batch_invariant": True, "softmax_scale": 0.0, "empty_pool": True}, None),
         ({"cache_bytes": 2**36, "page_stride": 2**35}, None),
+        ({"rope": True}, None),
         ({"record": "nvfp4"}, "these are fp8_ds_mla+nvfp4"),
         ({"window_record": "nvfp4", "record": "mxfp8"}, "these are nvfp4+mxfp8"),
         ({"window_record": "bf16", "record": None}, "mxfp8+nvfp4, nvfp4+none, nvfp4+nvfp4, these"),
@@ -266,6 +268,9 @@ def test_listing_for_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "mxfp8+nvfp4" in (mixed["flash_mla"] or "")
     exact = dsv41ops.backends("auto", batch_invariant=True, device=CUDA)
     assert "batch_invariant" in (exact["flash_mla"] or "")
+    rotated = dsv41ops.backends("auto", inverse_rope=True, device=CUDA)
+    assert rotated["triton"] is None
+    assert "positions and cos_sin" in (rotated["flash_mla"] or "")
     monkeypatch.setattr(dispatch, "_unavailable", lambda backend, device: "not installed")
     assert set(dsv41ops.backends("auto", device=CUDA).values()) == {"not installed"}
 
@@ -317,6 +322,7 @@ def test_problem_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem.cache_bytes == arguments["swa_cache"].numel()  # the longer one
     assert not problem.empty_pool
     assert problem.softmax_scale == HEAD_DIM**-0.5
+    assert problem.rope
     assert len(recorder.calls[0]) == len(call) - 1  # a launcher knows who it is
 
 
@@ -326,6 +332,7 @@ def test_problem_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": "triton"}, {}),
         ({"softmax_scale": 0.0}, {"softmax_scale": 0.0}),
         ({"batch_invariant": True}, {"batch_invariant": True}),
+        ({"positions": None, "cos_sin": None}, {"rope": False}),
         ({"topk_indices": torch.zeros(17, 0, dtype=torch.int32)}, {"record": None}),
         ({"cache": torch.zeros(0, 8, 288, dtype=torch.uint8)}, {"empty_pool": True}),
         ({"cache": nvfp4_cache(1, 2304)}, {"aligned": False}),
@@ -355,7 +362,8 @@ def test_environment_reaches_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.launch_sparse_mla_decode(*call)
     monkeypatch.setenv("DSV41_BACKEND", "flash_mla")
     dispatch.launch_sparse_mla_decode(*call)
-    dispatch.launch_sparse_mla_decode(*call[:-1], "triton")
+    named = tuple("triton" if argument == "auto" else argument for argument in call)
+    dispatch.launch_sparse_mla_decode(*named)
     assert recorder.chosen == ["auto", "flash_mla", "triton"]
 
 

@@ -31,6 +31,15 @@ NUM_SMS = 132
         ({"num_heads": 8.0}, TypeError, "num_heads: expected an int, got float"),
         ({"swa_cache_dtype": "int4"}, ValueError, "kv_cache_dtype: expected one of .* 'int4'"),
         ({"cache_dtype": ""}, ValueError, "kv_cache_dtype: expected one of .* ''"),
+        ({"index_cache_dtype": "int4"}, ValueError, "index_cache_dtype: expected one of .* 'int4'"),
+        ({"index_heads": 0}, ValueError, "index_heads: expected at least 1, got 0"),
+        ({"index_heads": 65}, ValueError, "index_heads: expected at most 64, got 65"),
+        (
+            {"num_candidate_blocks": 2049},
+            ValueError,
+            "num_candidate_blocks: expected at most 2048, got 2049",
+        ),
+        ({"candidate_block_size": 0.5}, TypeError, "candidate_block_size: expected an int, .*"),
         ({"window_width": 0}, ValueError, "window_width: expected at least 1, got 0"),
         ({"draft_width": 0}, ValueError, "draft_width: expected at least 1, got 0"),
         ({"topk": 0}, ValueError, "topk: expected at least 1, got 0"),
@@ -122,6 +131,9 @@ def step(
     dcp: tuple[int, int, int] = (1, 0, 1),
     slots: torch.dtype = torch.int64,
     batch_invariant: bool = False,
+    rope: bool = False,
+    index: str | None = None,
+    blocks: tuple[int, int] = (0, 8),
     offset: int = 0,
 ) -> None:
     """What the layers of a model launch in one step; index rows lie at odd addresses."""
@@ -153,19 +165,25 @@ def step(
             compressed = {**pages, **rank, **interleaves, "slot_mapping": mapping}
             api.decode_metadata(*batch, T, **window, **compressed, replay_start=ints(7))
             api.decode_metadata(*batch, T, **compressed)
-    kv = shifted((T, 512), torch.bfloat16, offset)
+    kv, latent = (shifted((T, 512), t, offset) for t in (torch.bfloat16, torch.float32))
+    turns = {"positions": ints(T, dtype=slots), "cos_sin": shifted((99, 64), torch.float32, 1)}
+    back = turns if rope else {}
     swa_cache = dsv41ops.new_kv_cache(9, 32, swa)
     q = shifted((T, heads, 512), torch.bfloat16, offset)
     rows = (q, swa_cache, ints(T, draft or 128), ints(T))
     attn_sink = torch.zeros(heads) if sink else None
     api.kv_cache_insert(kv, ints(T, dtype=slots), swa_cache)
-    api.sparse_mla_decode(*rows, attn_sink=attn_sink, batch_invariant=batch_invariant)
+    api.rope_kv_cache_insert(kv, **turns, slot_mapping=ints(T, dtype=slots), cache=swa_cache)
+    api.sparse_mla_decode(*rows, attn_sink=attn_sink, batch_invariant=batch_invariant, **back)
     if record is None:
         return
     cache = dsv41ops.new_kv_cache(9, 8 * interleave, record)
     for mapping in (None, ints(T, dtype=slots)):
         api.compressed_slot_mapping(*batch, table, T, 8 * interleave, 2, mapping, *dcp)
     api.kv_cache_insert(kv, ints(T, dtype=slots), cache)
+    api.rope_kv_cache_insert(
+        latent, **turns, slot_mapping=ints(T, dtype=slots), cache=cache, compress_ratio=2
+    )
     api.kv_cache_gather(cache, ints(T, dtype=slots))
     api.topk_to_slots(ints(T, topk, dtype=slots), *batch, table, 8 * interleave, 2, *dcp)
     api.sparse_mla_decode(
@@ -175,10 +193,70 @@ def step(
         ints(T),
         attn_sink if world == 1 else None,
         batch_invariant=batch_invariant,
+        **back,
     )
+    if index is not None:
+        compress_and_index(api, T, index, batch, slots, offset)
+        select(api, T, index, batch, topk, blocks, dcp, offset)
     if world > 1:
         outs = shifted((world, T, heads, 512), torch.bfloat16, offset)
         api.merge_attention_states(outs, torch.zeros(world, T, heads), attn_sink)
+
+
+def compress_and_index(
+    api: SimpleNamespace,
+    num_tokens: int,
+    index_cache_dtype: str,
+    batch: tuple[Tensor, Tensor],
+    slots: torch.dtype,
+    offset: int,
+) -> None:
+    """A layer with a compressor and an indexer; norm weights as they are loaded, or as f32."""
+    kv, key = (shifted((num_tokens, size), torch.float32, offset) for size in (512, 128))
+    ring, table = torch.zeros(9, 8, 2, 512), shifted((99, 64), torch.float32, 1)
+    cache = dsv41ops.new_index_cache(3, 64, index_cache_dtype)
+    numbers = [shifted((size,), slots, 3) for size in (7, num_tokens, num_tokens)]
+    for dtype in (torch.bfloat16, torch.float32):
+        norm = torch.zeros(512, dtype=dtype)
+        api.compress_kv(kv, None, *batch, norm, None, None, 1)
+        api.compress_kv(kv, kv, *batch, norm, numbers[0], ring, 2, out_dtype=torch.float32)
+        arguments = (norm[:128], numbers[1], table, numbers[2], cache)
+        api.indexer_k_insert(key, *arguments)
+        api.indexer_k_insert(key.bfloat16(), *arguments, compress_ratio=2)
+
+
+def select(
+    api: SimpleNamespace,
+    num_tokens: int,
+    index_cache_dtype: str,
+    batch: tuple[Tensor, Tensor],
+    topk: int,
+    blocks: tuple[int, int],
+    dcp: tuple[int, int, int],
+    offset: int,
+) -> None:
+    """Indexers over short and long tables: of one that keeps candidates, of one that uses them."""
+    count, size = blocks
+    page_size = 4 * dcp[2]
+    cache = dsv41ops.new_index_cache(3, page_size, index_cache_dtype)
+    cache = shifted(tuple(cache.shape), torch.uint8, offset)
+    q = shifted((num_tokens, 32, 128), torch.bfloat16, 1)
+    weights = shifted((num_tokens, 32), torch.float32, 1)
+    rest = dict(zip(("dcp_world_size", "dcp_rank", "cp_interleave"), dcp, strict=True))
+    for states in (1, 600, 1500, 4000, 10**4, 10**6):
+        table = shifted((7, -(-states // page_size)), torch.int32, 3)
+        arguments = (q, weights, cache, *batch, table, topk, 2)
+        api.indexer_topk(*arguments, **rest)
+        if count:
+            candidates = shifted((num_tokens, count), torch.int32, 3)
+            api.indexer_topk(
+                *arguments, num_candidate_blocks=count, candidate_block_size=size, **rest
+            )
+            api.indexer_topk(*arguments, candidates, candidate_block_size=size, **rest)
+    if dcp[0] > 1:
+        for width in (topk, count) if count else (topk,):
+            lists = shifted((dcp[0], num_tokens, width), torch.int32, 3)
+            api.merge_topk(lists, lists.float(), width)
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -190,7 +268,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "draft": {"draft": 192},
     "dcp": {"dcp": (4, 3, 2), "heads": 16, "slots": torch.int32},
     "batch_invariant": {"batch_invariant": True},
-    "unaligned": {"offset": 1},
+    "inverse_rope": {"rope": True, "slots": torch.int32},
+    "fp8_index": {"index": "fp8"},
+    "mxfp4_index": {"index": "mxfp4", "slots": torch.int32, "blocks": (2048, 8)},
+    "few_candidates": {"index": "fp8", "topk": 5, "blocks": (7, 3)},
+    "dcp_index": {"index": "fp8", "dcp": (4, 3, 2), "blocks": (600, 8)},
+    "unaligned": {"offset": 1, "index": "fp8"},
     "unaligned_dcp": {"offset": 1, "dcp": (2, 0, 1), "sink": False},
 }
 
@@ -208,6 +291,10 @@ def test_every_variant_of_a_step_is_warm(launches: Launches, name: str) -> None:
             draft_width=chosen.get("draft"),
             attn_sink=chosen.get("sink", True),
             batch_invariant=chosen.get("batch_invariant", False),
+            inverse_rope=chosen.get("rope", False),
+            index_cache_dtype=chosen.get("index"),
+            num_candidate_blocks=chosen.get("blocks", (0, 8))[0],
+            candidate_block_size=chosen.get("blocks", (0, 8))[1],
             dcp_world_size=world,
             dcp_rank=rank,
             cp_interleave=interleave,

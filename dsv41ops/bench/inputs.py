@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,8 @@ from torch import Tensor
 
 import dsv41ops
 from dsv41ops.bench.problems import (
+    INDEX_HEADS,
+    INDEX_PAGE,
     MERGE_HEADS,
     MERGE_RANKS,
     TOPK,
@@ -19,9 +22,12 @@ from dsv41ops.bench.problems import (
     DecodeCase,
     OpCase,
 )
-from dsv41ops.layouts import HEAD_DIM, record_named
-from dsv41ops.reference import attention, index, kv_cache
-from dsv41ops.reference.records import encode, read_rows
+from dsv41ops.layouts import HEAD_DIM, INDEX_HEAD_DIM, ROPE_DIM, index_record_named, record_named
+from dsv41ops.reference import attention, compressor, index, indexer, kv_cache
+from dsv41ops.reference.index_keys import encode_index_keys
+from dsv41ops.reference.norm import rms_norm
+from dsv41ops.reference.records import encode, read_rows, write_rows
+from dsv41ops.reference.rope import rotate_last
 
 CALLS = 40  # of one captured graph, each with its own set of inputs
 POOL_ROWS = 2**20
@@ -31,6 +37,8 @@ WINDOW_PAGE = 32
 PAGE = 64  # tokens, and states of a decode case
 RATIO = 2  # of index ops
 SEQ_LENS = (1024, 32768)
+RING_SHARE = 64  # rows of a pool for one of a ring
+EPS = 1e-20
 DCP = (4, 1, 1)  # world, rank, interleave of dcp_local_seq_lens
 MERGE_BYTES = 2**29  # of all its sets: more than L2 holds
 
@@ -65,6 +73,7 @@ class Inputs:
         self.calls = calls
         self.max_tokens = max_tokens
         self._pools: dict[tuple[str, int], Tensor] = {}
+        self._index_pool_of: tuple[str, Tensor] | None = None
 
     def pool(self, record: str, page_size: int) -> Tensor:
         """A cache of random rows, all of them written."""
@@ -238,6 +247,127 @@ class Inputs:
 
         return Prepared(
             run, reference=lambda i: encode(kv, record), warm=(kv, slots), result=written
+        )
+
+    def _rope(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """``cos_sin``, and the positions of every set."""
+        angles = torch.rand(SEQ_LENS[1], ROPE_DIM // 2, device=self.device) * 2 * math.pi
+        positions = self._integers(0, SEQ_LENS[1], self.calls, num_tokens).long()
+        return torch.cat([angles.cos(), angles.sin()], 1), positions
+
+    def _rope_kv_cache_insert(self, case: OpCase) -> Prepared:
+        cache, slots = self._rows_of(case)
+        kv = self._normal(case.size, HEAD_DIM)
+        record = record_named(case.record or "")
+        table, positions = self._rope(case.size)
+
+        def run(i: int) -> None:
+            dsv41ops.rope_kv_cache_insert(kv, positions[i], table, slots[i], cache)
+
+        def written(i: int) -> Tensor:
+            run(i)
+            return read_rows(cache, record, slots[i].long())
+
+        def reference(i: int) -> Tensor:
+            rotated = rotate_last(kv.float(), positions[i], table)
+            return encode(rotated.bfloat16(), record)
+
+        return Prepared(run, reference, warm=(kv, positions, slots), result=written)
+
+    def _compress_kv(self, case: OpCase) -> Prepared:
+        """Every token closes a group with the row of its request's ring."""
+        T, rows = case.size, max(case.size, self.pool_rows // RING_SHARE)
+        ring = torch.randn(rows, 2, 2, HEAD_DIM, device=self.device)
+        slots = torch.stack(
+            [torch.randperm(rows, device=self.device)[:T].int() for _ in range(self.calls)]
+        )
+        starts, seq_lens = self._batch(T)
+        seq_lens = seq_lens // 2 * 2
+        kv, score = torch.randn(2, T, HEAD_DIM, device=self.device).unbind(0)
+        weight = torch.randn(HEAD_DIM, device=self.device)
+
+        def arguments(i: int) -> tuple[Any, ...]:
+            return kv, score, starts, seq_lens[i], weight, slots[i], ring, 2, EPS, None
+
+        return Prepared(
+            run=lambda i: dsv41ops.compress_kv(*arguments(i)),
+            reference=lambda i: compressor.compress_kv(*arguments(i)),
+            warm=(kv, score, starts, seq_lens, weight, slots),
+            exact=False,
+        )
+
+    def _indexer_k_insert(self, case: OpCase) -> Prepared:
+        record, slots = index_record_named(case.record or ""), self.slots(case.size)
+        cache = dsv41ops.new_index_cache(self.pool_rows // PAGE, PAGE, record.name, self.device)
+        k = torch.randn(case.size, INDEX_HEAD_DIM, device=self.device)
+        weight = torch.randn(INDEX_HEAD_DIM, device=self.device)
+        table, positions = self._rope(case.size)
+
+        def run(i: int) -> None:
+            dsv41ops.indexer_k_insert(k, weight, positions[i], table, slots[i], cache)
+
+        def written(i: int) -> Tensor:
+            run(i)
+            return read_rows(cache, record, slots[i].long())
+
+        def reference(i: int) -> Tensor:
+            keys = rotate_last(rms_norm(k, weight, EPS), positions[i], table)
+            return encode_index_keys(keys, record)
+
+        return Prepared(run, reference, warm=(k, weight, positions, slots), result=written)
+
+    def _index_pool(self, record_name: str, num_rows: int) -> Tensor:
+        """A cache of at least so many keys, small integers; only the last is kept."""
+        if self._index_pool_of is not None:
+            name, cache = self._index_pool_of
+            if name == record_name and cache.shape[0] * INDEX_PAGE >= num_rows:
+                return cache
+        self._index_pool_of = None
+        record, fill = index_record_named(record_name), min(FILL_ROWS, self.pool_rows)
+        num_pages = max(num_rows, self.pool_rows) // INDEX_PAGE
+        cache = dsv41ops.new_index_cache(num_pages, INDEX_PAGE, record_name, self.device)
+        for start in range(0, self.pool_rows, fill):
+            keys = self._integers(-4, 5, fill, INDEX_HEAD_DIM).float()
+            slots = torch.arange(start, start + fill, device=self.device)
+            write_rows(cache, record, slots, encode_index_keys(keys, record))
+        filled = self.pool_rows // INDEX_PAGE
+        for start in range(filled, num_pages, filled):
+            cache[start : start + filled] = cache[: min(filled, num_pages - start)]
+        self._index_pool_of = record_name, cache
+        return cache
+
+    def _indexer_topk(self, case: OpCase) -> Prepared:
+        """One token per request, no page of two; integers, so that scores are exact."""
+        T, pages = case.size, -(-case.context // INDEX_PAGE)
+        cache = self._index_pool(case.record or "", T * pages * INDEX_PAGE)
+        q = self._integers(-127, 128, T, INDEX_HEADS, INDEX_HEAD_DIM).bfloat16()
+        weights = self._integers(-2, 8, T, INDEX_HEADS) / 8
+        starts = torch.arange(T + 1, dtype=torch.int32, device=self.device)
+        seq_lens = self._filled(T, case.context)
+        tables = [
+            torch.randperm(cache.shape[0], device=self.device)[: T * pages].view(T, pages).int()
+            for _ in range(self.calls)
+        ]
+
+        def arguments(i: int) -> tuple[Any, ...]:
+            return q, weights, cache, starts, seq_lens, tables[i], TOPK, 1, None, 0, 8, 1, 0, 1
+
+        return Prepared(
+            run=lambda i: dsv41ops.indexer_topk(*arguments(i)),
+            reference=lambda i: indexer.indexer_topk(*arguments(i)),
+            warm=(q, weights, starts, seq_lens, *tables),
+        )
+
+    def _merge_topk(self, case: OpCase) -> Prepared:
+        shape = (self.calls, MERGE_RANKS, case.size, TOPK)
+        states = torch.rand(*shape[:2], case.size, 4 * TOPK, device=self.device).argsort(3)
+        ranks = torch.arange(MERGE_RANKS, device=self.device)[None, :, None, None]
+        indices = (states[..., :TOPK].sort(3).values * MERGE_RANKS + ranks).int()
+        scores = torch.randn(shape, device=self.device)
+        return Prepared(
+            run=lambda i: dsv41ops.merge_topk(indices[i], scores[i], TOPK),
+            reference=lambda i: indexer.merge_topk(indices[i], scores[i], TOPK),
+            warm=(indices, scores),
         )
 
     def _kv_cache_gather(self, case: OpCase) -> Prepared:

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsv41ops.configs import DecodeProblem
-from dsv41ops.layouts import HEAD_DIM, record_named
+from dsv41ops.layouts import (
+    HEAD_DIM,
+    INDEX_HEAD_DIM,
+    ROPE_DIM,
+    index_record_named,
+    record_named,
+)
 
 WINDOW = 128
 TOPK = 512
@@ -28,16 +34,22 @@ INDEX_OPS = (
     "topk_to_slots",
     "decode_metadata",
 )
-ROW_OPS = ("kv_cache_insert", "kv_cache_gather")
+ROW_OPS = ("kv_cache_insert", "rope_kv_cache_insert", "kv_cache_gather")
 RECORDS = ("fp8_ds_mla", "mxfp8", "nvfp4", "bf16")
+INDEX_RECORDS = ("fp8", "mxfp4")
 REQUESTS = (1, 8, 64, 512)
 ROWS = (1, 64, 512, 4096)
 MERGE_TOKENS = (1, 64, 512)
+INDEX_HEADS = 32
+INDEXER_TOKENS = (1, 8, 32, 128)
+CONTEXTS = (2**12, 2**16, 2**19)
 MERGE_RANKS = 4
 MERGE_HEADS = 64
+INDEX_PAGE = 64
 
 BF16_BYTES = 2
 INT32_BYTES = 4
+INT64_BYTES = 8
 F32_BYTES = 4
 
 
@@ -106,14 +118,21 @@ class OpCase:
     op: str
     size: int
     record: str | None = None
+    context: int = 0  # states that each token of an indexer sees
 
     @property
     def detail(self) -> str:
         """What the case has besides its size."""
+        if self.context:
+            return f"{self.record} {self.context} states"
+        if self.op == "merge_topk":
+            return f"{MERGE_RANKS} ranks"
         if self.record is not None:
             return self.record
         if self.op == "merge_attention_states":
             return f"{MERGE_RANKS} ranks, H={MERGE_HEADS}"
+        if self.op == "compress_kv":
+            return "ratio 2"
         return ""
 
     @property
@@ -127,9 +146,30 @@ class OpCase:
     @property
     def work(self) -> Work | None:
         """None for index ops: a few KiB, so that a launch is all they should cost."""
+        if self.op == "indexer_topk":
+            keys = self.context * index_record_named(self.record or "").row_bytes
+            pages = -(-self.context // INDEX_PAGE) * INT32_BYTES
+            queries = INDEX_HEADS * (INDEX_HEAD_DIM * BF16_BYTES + F32_BYTES)
+            selected = TOPK * (INT32_BYTES + F32_BYTES)
+            products = 2 * INDEX_HEADS * INDEX_HEAD_DIM * self.context
+            return Work(self.size * products, self.size * (keys + pages + queries + selected))
+        if self.op == "compress_kv":
+            pairs = 3 * 2 * HEAD_DIM * F32_BYTES  # kv and score: given, and of the ring in and out
+            integers = 3 * INT32_BYTES  # start, length, row of the ring
+            weights = HEAD_DIM * F32_BYTES
+            return Work(0, self.size * (pairs + HEAD_DIM * BF16_BYTES + integers) + weights)
+        if self.op == "indexer_k_insert":
+            key = index_record_named(self.record or "").row_bytes + INDEX_HEAD_DIM * F32_BYTES
+            place = INT32_BYTES + INT64_BYTES + ROPE_DIM * F32_BYTES
+            return Work(0, self.size * (key + place) + INDEX_HEAD_DIM * F32_BYTES)
         if self.record is not None:
-            row_bytes = record_named(self.record).row_bytes
-            return Work(0, self.size * (row_bytes + HEAD_DIM * BF16_BYTES + INT32_BYTES))
+            row_bytes = record_named(self.record).row_bytes + HEAD_DIM * BF16_BYTES + INT32_BYTES
+            if self.op == "rope_kv_cache_insert":
+                row_bytes += INT64_BYTES + ROPE_DIM * F32_BYTES
+            return Work(0, self.size * row_bytes)
+        if self.op == "merge_topk":
+            lists = self.size * (MERGE_RANKS + 1) * TOPK
+            return Work(0, lists * (INT32_BYTES + F32_BYTES))
         if self.op == "merge_attention_states":
             rows = self.size * MERGE_HEADS * (MERGE_RANKS + 1)
             sink_bytes = MERGE_HEADS * F32_BYTES
@@ -161,9 +201,18 @@ def plan(quick: bool) -> Plan:
     if quick:
         return Plan(
             _decode((RECORD_PAIRS[0], RECORD_PAIRS[2]), (16, 64), (1, 16, 128)),
-            _ops(("fp8_ds_mla",), (1, 512), (512,), (64,)),
+            (
+                *_ops(("fp8_ds_mla",), (1, 512), (512,), (64,)),
+                *_indexer(("fp8",), (1, 128), CONTEXTS[:2]),
+            ),
         )
-    return Plan(_decode(RECORD_PAIRS, HEADS, TOKENS), _ops(RECORDS, REQUESTS, ROWS, MERGE_TOKENS))
+    return Plan(
+        _decode(RECORD_PAIRS, HEADS, TOKENS),
+        (
+            *_ops(RECORDS, REQUESTS, ROWS, MERGE_TOKENS),
+            *_indexer(INDEX_RECORDS, INDEXER_TOKENS, CONTEXTS),
+        ),
+    )
 
 
 def _decode(
@@ -178,5 +227,19 @@ def _ops(
     return (
         *(OpCase(op, size) for op in INDEX_OPS for size in requests),
         *(OpCase(op, size, record) for op in ROW_OPS for record in records for size in rows),
+        *(OpCase("compress_kv", size) for size in rows),
+        *(OpCase("indexer_k_insert", size, record) for record in INDEX_RECORDS for size in rows),
         *(OpCase("merge_attention_states", size) for size in merge),
+        *(OpCase("merge_topk", size) for size in merge),
+    )
+
+
+def _indexer(
+    records: Sequence[str], tokens: Sequence[int], contexts: Sequence[int]
+) -> tuple[OpCase, ...]:
+    return tuple(
+        OpCase("indexer_topk", T, record, context)
+        for record in records
+        for T in tokens
+        for context in contexts
     )

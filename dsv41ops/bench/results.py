@@ -104,6 +104,7 @@ class BenchRun:
         return {
             "op": case.op,
             "record": case.record,
+            **({"context": case.context} if case.context else {}),
             case.letter: case.size,
             **_times(result.timing),
             **rates,

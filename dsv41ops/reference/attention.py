@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv41ops.reference.kv_cache import gather_rows
+from dsv41ops.reference.rope import rotate_last
 
 # Rows decoded to f32 at a time: 128 MiB.
 ROWS_PER_CHUNK = 2**16
@@ -23,6 +24,8 @@ def sparse_mla_decode(
     softmax_scale: float,
     batch_invariant: bool,
     backend: str = "auto",
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty((num_tokens, num_heads, head_dim))
@@ -38,7 +41,10 @@ def sparse_mla_decode(
         rows, visible = _selected_rows(
             [(pool, indices[part], lens[part]) for pool, indices, lens in sources]
         )
-        out[part], lse[part] = _attend(q[part], rows, visible, attn_sink, softmax_scale)
+        attended, lse[part] = _attend(q[part], rows, visible, attn_sink, softmax_scale)
+        if positions is not None and cos_sin is not None:
+            attended = rotate_last(attended, positions[part], cos_sin, inverse=True)
+        out[part] = attended.masked_fill(~visible.any(1)[:, None, None], 0)
     return out, lse
 
 
@@ -66,7 +72,7 @@ def _attend(
     out = torch.bmm(weights, rows)
     if attn_sink is not None:
         out = out * _sink_factor(lse, attn_sink)[:, :, None]
-    return out.masked_fill(empty[:, :, None], 0).to(q.dtype), lse
+    return out, lse
 
 
 def _sink_factor(lse: Tensor, attn_sink: Tensor) -> Tensor:

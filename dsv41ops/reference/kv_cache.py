@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv41ops.layouts import HEAD_DIM, record_of
-from dsv41ops.reference.records import decode, encode, read_rows, write_rows
+from dsv41ops.layouts import HEAD_DIM, ROPE_DIM, record_of
+from dsv41ops.reference.records import decode, encode, read_rows, to_bf16, write_rows
+from dsv41ops.reference.rope import has_position, rotate_last
 
 
 def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
@@ -14,6 +15,22 @@ def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
     slots = slot_mapping.to(torch.int64)
     written = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     write_rows(cache, record, slots[written], encode(kv[written], record))
+
+
+def rope_kv_cache_insert(
+    kv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    cache: Tensor,
+    compress_ratio: int,
+) -> None:
+    group_start = positions.to(torch.int64) // compress_ratio * compress_ratio
+    nope, rope = kv.split([HEAD_DIM - ROPE_DIM, ROPE_DIM], 1)
+    rope = rotate_last(rope.float(), group_start, cos_sin)
+    rows = torch.cat([nope, to_bf16(rope) if kv.dtype == torch.bfloat16 else rope], 1)
+    slots = torch.where(has_position(group_start, cos_sin), slot_mapping, -1)
+    kv_cache_insert(rows, slots, cache)
 
 
 def kv_cache_gather(cache: Tensor, slots: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ def test_empty_kernel_takes_microseconds() -> None:
         DecodeCase("mxfp8", "nvfp4", 16, 8),
         OpCase("topk_to_slots", 8),
         OpCase("kv_cache_insert", 8, "mxfp8"),
+        OpCase("compress_kv", 8),
+        OpCase("indexer_k_insert", 8, "fp8"),
         OpCase("merge_attention_states", 8),
     ],
     ids=lambda case: case.label,

@@ -9,7 +9,7 @@ import torch
 
 from dsv41ops.bench.check import WrongResultError, verify
 from dsv41ops.bench.inputs import MERGE_BYTES, Prepared
-from dsv41ops.bench.problems import INDEX_OPS, DecodeCase, OpCase
+from dsv41ops.bench.problems import INDEX_OPS, ROW_OPS, DecodeCase, OpCase
 from tests.bench.runs import small_inputs
 
 CASES = [
@@ -18,10 +18,14 @@ CASES = [
     *(OpCase(op, size) for op in INDEX_OPS for size in (1, 2)),
     *(
         OpCase(op, 70, record)
-        for op in ("kv_cache_insert", "kv_cache_gather")
+        for op in ROW_OPS
         for record in ("fp8_ds_mla", "mxfp8", "nvfp4", "bf16")
     ),
+    OpCase("compress_kv", 70),
+    *(OpCase("indexer_k_insert", 70, record) for record in ("fp8", "mxfp4")),
     OpCase("merge_attention_states", 2),
+    OpCase("merge_topk", 2),
+    *(OpCase("indexer_topk", 2, record, 900) for record in ("fp8", "mxfp4")),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsv41ops.bench.problems import HEADS, RECORD_PAIRS, TOKENS, DecodeCase, OpCase, plan
+from dsv41ops.bench.problems import HEADS, RECORD_PAIRS, ROW_OPS, TOKENS, DecodeCase, OpCase, plan
 from dsv41ops.layouts import RECORDS
 from dsv41ops.schemas import SCHEMAS
 
@@ -29,8 +29,13 @@ def test_decode_work_is_the_issue_s_floor() -> None:
     ("case", "num_bytes"),
     [
         (OpCase("kv_cache_insert", 3, "fp8_ds_mla"), 3 * (584 + 1024 + 4)),
+        (OpCase("rope_kv_cache_insert", 2, "nvfp4"), 2 * (288 + 1024 + 4 + 8 + 256)),
         (OpCase("kv_cache_gather", 1, "bf16"), 1024 + 1024 + 4),
+        (OpCase("compress_kv", 2), 2 * (3 * 4096 + 1024 + 12) + 2048),
+        (OpCase("indexer_k_insert", 3, "fp8"), 3 * (132 + 512 + 4 + 8 + 256) + 512),
+        (OpCase("indexer_k_insert", 1, "mxfp4"), 68 + 512 + 4 + 8 + 256 + 512),
         (OpCase("merge_attention_states", 2), 2 * 64 * 5 * (1024 + 4) + 64 * 4),
+        (OpCase("merge_topk", 2), 2 * 5 * 512 * 8),
     ],
     ids=lambda value: value.label if isinstance(value, OpCase) else "",
 )
@@ -48,7 +53,7 @@ def test_full_plan() -> None:
     assert {"584+584", "528+528", "528+288"} <= {case.pair for case in cases.decode}
     functional = {op for op in SCHEMAS if not op.endswith("_out")}
     assert {case.op for case in cases.ops} == functional - {"sparse_mla_decode"}
-    for op in ("kv_cache_insert", "kv_cache_gather"):
+    for op in ROW_OPS:
         records = {case.record for case in cases.ops if case.op == op}
         assert records == {record.name for record in RECORDS}
 

@@ -34,6 +34,16 @@ FREE_DIMS = {
     "kv": (0,),
     "cache": (0,),
     "slots": (0,),
+    "score": (0,),
+    "norm_weight": (),
+    "ring_slots": (0,),
+    "ring": (0,),
+    "k": (0,),
+    "weights": (0, 1),
+    "candidate_blocks": (0, 1),
+    "indices": (0, 1, 2),
+    "scores": (0, 1, 2),
+    "cos_sin": (0,),
     "q": (0, 1),
     "swa_cache": (0,),
     "swa_indices": (0, 1),
@@ -67,6 +77,11 @@ EVERYTHING_GIVEN = {
     "topk_to_slots": "dcp",
     "decode_metadata": "all",
     "kv_cache_insert": "nvfp4_T17",
+    "compress_kv": "all",
+    "indexer_k_insert": "fp8_T17",
+    "rope_kv_cache_insert": "ratio2",
+    "indexer_topk": "all",
+    "merge_topk": "T17",
     "kv_cache_gather": "nvfp4_N17",
     "sparse_mla_decode": "all",
     "merge_attention_states": "sink",
@@ -116,7 +131,8 @@ def test_a_symbolic_trace_keeps_every_call() -> None:
     trace = make_fx(toy, tracing_mode="symbolic", _allow_non_fake_inputs=True)
     traced = trace(*step.tensors())
     targets = [str(node.target) for node in traced.graph.nodes]
-    assert targets.count("dsv41.kv_cache_insert.default") == 4
+    assert targets.count("dsv41.kv_cache_insert.default") == 2
+    assert targets.count("dsv41.rope_kv_cache_insert.default") == 2
     assert targets.count("dsv41.sparse_mla_decode.default") == 4
     step = make_step(17, R=4, P=9, seed=1)
     assert torch.equal(traced(*step.tensors())[0], Toy()(*step.tensors())[0])

@@ -105,6 +105,8 @@ class Toy(nn.Module):
         super().__init__()
         random = torch.Generator().manual_seed(1)
         self.layers = nn.ModuleList(Layer(random) for _ in range(layers))
+        angles = torch.rand(PAGES * PAGE, 32, generator=random) * 6.3
+        self.cos_sin = nn.Buffer(torch.cat([angles.cos(), angles.sin()], 1))
 
     def forward(
         self,
@@ -133,16 +135,20 @@ class Toy(nn.Module):
             *batch, T, window_table, PAGE, block_table, block_table, RATIO * PAGE, WINDOW
         )
         near_window = (shared.swa_indices, shared.swa_lens)
+        turns = (shared.positions, self.cos_sin)
         none = torch.zeros_like(swa_lens)
         for layer in self.layers:
             x = hidden.to(torch.bfloat16)
             kv = x @ layer.wkv
             q = (x @ layer.wq).view(-1, HEADS, 512)
             dsv41ops.kv_cache_insert(kv, window_slots, layer.window)
-            dsv41ops.kv_cache_insert(kv, slots, layer.compressed)
+            dsv41ops.rope_kv_cache_insert(kv, *turns, slots, layer.compressed, RATIO)
             near = dsv41ops.sparse_mla_decode(q, layer.window, *near_window)
+            chosen = (layer.compressed, selected, selected_lens)
             far = dsv41ops.sparse_mla_decode(
-                q, layer.window, swa_indices, none, layer.compressed, selected, selected_lens
+                *(q, layer.window, swa_indices, none, *chosen),
+                positions=shared.positions,
+                cos_sin=self.cos_sin,
             )
             outs, lses = (torch.stack(pair) for pair in zip(near, far, strict=True))
             out, _ = dsv41ops.merge_attention_states(outs, lses, layer.sink)

@@ -116,9 +116,9 @@ def cache(kv_cache_dtype: str, device: torch.device, guard_pages: int = 0) -> Te
 
 def page_strided(pool: Tensor) -> Tensor:
     """The same pool with twice the distance between pages."""
-    span = pool.shape[1] * pool.shape[2] * 2
+    span = pool[:1].numel() * 2
     storage = pool.new_zeros(pool.shape[0], span)
-    view = storage.as_strided(pool.shape, (span, pool.shape[2], 1))
+    view = storage.as_strided(pool.shape, (span, *pool.contiguous().stride()[1:]))
     return view.copy_(pool)
 
 
@@ -227,6 +227,119 @@ def _insert_bytes(device: torch.device) -> Arguments:
     return {**arguments, "cache": arguments["cache"].view(torch.uint8)}
 
 
+def rope_table(num_positions: int, device: torch.device) -> Tensor:
+    """``cos_sin`` of random angles, in wider rows."""
+    angles = torch.rand(num_positions, 32, generator=generator()) * 6.3
+    return wide_rows(torch.cat([angles.cos(), angles.sin()], 1).to(device))
+
+
+def _rope_kv_cache_insert(
+    T: int,
+    kv_cache_dtype: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype = torch.bfloat16,
+    compress_ratio: int = 1,
+    **extra: Any,
+) -> Arguments:
+    arguments = _kv_cache_insert(T, kv_cache_dtype, torch.int64, device, **extra)
+    return {
+        **arguments,
+        "kv": arguments["kv"].to(kv_dtype),
+        "positions": torch.arange(-1, T - 1, dtype=dtype, device=device),  # one below, one past
+        "cos_sin": rope_table(max(1, T - 2), device),
+        "compress_ratio": compress_ratio,
+    }
+
+
+def _compress_kv(
+    T: int,
+    device: torch.device,
+    compress_ratio: int = 2,
+    slots: torch.dtype = torch.int64,
+    weight: torch.dtype = torch.float32,
+    strided: bool = False,
+    capacity: int = 4,
+    **extra: Any,
+) -> Arguments:
+    """The second request has no row of the ring, the last one's is past it."""
+    query_start_loc, seq_lens = batch(T, device)
+    R = seq_lens.shape[0]
+    kv = normal((T, 512), device, torch.float32)
+    arguments: Arguments = {
+        "kv": wide_rows(kv) if strided else kv,
+        "score": None,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "norm_weight": normal((512,), device, weight),
+        "ring_slots": None,
+        "ring": None,
+        "compress_ratio": compress_ratio,
+        **extra,
+    }
+    if compress_ratio == 2:
+        ring_slots = torch.arange(R, dtype=slots, device=device).flip(0)
+        ring_slots[1:2] = -1
+        ring_slots[2:][-1:] = R + 3
+        ring = normal((R, capacity, 2, 512), device, torch.float32)
+        arguments |= {
+            "score": kv.flip(1),
+            "ring_slots": ring_slots,
+            "ring": page_strided(ring) if strided else ring,
+        }
+    return arguments
+
+
+def _compress_kv_empty_ring(device: torch.device) -> Arguments:
+    """What the public function makes of no ring."""
+    ring = torch.empty(0, 2, 2, 512, device=device)
+    return {**_compress_kv(17, device, compress_ratio=1), "ring": ring}
+
+
+@lru_cache
+def _filled_index(index_cache_dtype: str, pages: int, device: torch.device) -> Tensor:
+    pool = dsv41ops.new_index_cache(pages, PAGE, index_cache_dtype, device)
+    keys = normal((pages * PAGE, 128), device, torch.float32)
+    slots = torch.arange(pages * PAGE, device=device)
+    one = torch.ones(128, device=device)
+    dsv41ops.indexer_k_insert(keys, one, slots, rope_table(pages * PAGE, device), slots, pool)
+    return pool
+
+
+def index_cache(index_cache_dtype: str, device: torch.device, guard_pages: int = 0) -> Tensor:
+    """A pool of PAGES pages of random index keys; with guards, a view as of :func:`cache`."""
+    pages = PAGES + 2 * guard_pages
+    pool = _filled_index(index_cache_dtype, pages, device).clone()
+    return pool[guard_pages : pages - guard_pages]
+
+
+def _indexer_k_insert(
+    T: int,
+    index_cache_dtype: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    k: torch.dtype = torch.float32,
+    weight: torch.dtype = torch.float32,
+    guard_pages: int = 0,
+    strided: bool = False,
+    **extra: Any,
+) -> Arguments:
+    keys = normal((T, 128), device, k)
+    slots = torch.arange(5, 5 + T, dtype=dtype, device=device)
+    slots[1:2] = -1
+    slots[2:3] = PAGES * PAGE
+    pool = index_cache(index_cache_dtype, device, guard_pages)
+    return {
+        "k": wide_rows(keys) if strided else keys,
+        "norm_weight": normal((128,), device, weight),
+        "positions": torch.arange(T, dtype=dtype, device=device) - T // 8,
+        "cos_sin": rope_table(max(1, T - 4), device),
+        "slot_mapping": slots,
+        "cache": page_strided(pool) if strided else pool,
+        **extra,
+    }
+
+
 def _gather_bytes(device: torch.device) -> Arguments:
     arguments = _kv_cache_gather(17, "bf16", torch.int64, device)
     return {**arguments, "cache": arguments["cache"].view(torch.uint8)}
@@ -239,6 +352,47 @@ def _kv_cache_gather(
     return {"cache": cache(kv_cache_dtype, device, guard_pages), "slots": slots}
 
 
+def _indexer_topk(
+    T: int,
+    device: torch.device,
+    index_cache_dtype: str = "fp8",
+    heads: int = HEADS,
+    candidates: int | None = None,
+    strided: bool = False,
+    guard_pages: int = 0,
+    **extra: Any,
+) -> Arguments:
+    """Few of the states that are there; candidates in any order, with holes and unknown ones."""
+    q, weights = normal((T, heads, 128), device), normal((T, heads), device, torch.float32)
+    pool = index_cache(index_cache_dtype, device, guard_pages)
+    arguments = {
+        "q": wide_rows(q, 8) if strided else q,
+        "weights": wide_rows(weights) if strided else weights,
+        "cache": page_strided(pool) if strided else pool,
+        **geometry(T, device, strided),
+        "topk": 5,
+        "compress_ratio": 2,
+        **extra,
+    }
+    if candidates is not None:
+        draws = torch.rand(T, 30 + candidates, generator=generator()).argsort(1)[:, :candidates]
+        blocks = torch.where(draws % 7 == 3, -1, draws).to(torch.int32).to(device)
+        arguments["candidate_blocks"] = wide_rows(blocks) if strided else blocks
+    return arguments
+
+
+def _merge_topk(
+    T: int, device: torch.device, N: int = 3, K: int = 6, strided: bool = False, **extra: Any
+) -> Arguments:
+    """Numbers of several ranks, ties, holes and NaN."""
+    indices = integers(-1, 15, (N, T, K), device)
+    scores = integers(-3, 4, (N, T, K), device).flip(2).to(torch.float32)
+    scores[:1, :, :1] = torch.nan
+    if strided:
+        indices, scores = wide_rows(indices), wide_rows(scores)
+    return {"indices": indices, "scores": scores, "topk": 5, **extra}
+
+
 def attention(
     T: int,
     device: torch.device,
@@ -247,6 +401,7 @@ def attention(
     swa: str = "mxfp8",
     compressed: str | None = None,
     sink: bool = False,
+    rope: bool = False,
     strided: bool = False,
     W: int = 12,
     K: int = 6,
@@ -277,6 +432,9 @@ def attention(
         arguments["topk_indices"], arguments["topk_lens"] = rows(K)
     if sink:
         arguments["attn_sink"] = normal((heads,), device, torch.float32)
+    if rope:
+        arguments["positions"] = torch.arange(-1, T - 1, dtype=torch.int64, device=device)
+        arguments["cos_sin"] = rope_table(max(1, T - 2), device)
     return {**arguments, **extra}
 
 
@@ -375,6 +533,80 @@ _FUNCTIONAL: dict[str, dict[str, Maker]] = {
         "strided": partial(_kv_cache_insert, 17, "mxfp8", torch.int32, strided=True),
         "bf16_as_bytes": _insert_bytes,
     },
+    "rope_kv_cache_insert": {
+        **{
+            f"{record}_T{T}": partial(_rope_kv_cache_insert, T, record, dtype)
+            for record, T, dtype in zip(
+                _RECORDS, TOKENS, (torch.int64, torch.int32, torch.int64, torch.int32), strict=True
+            )
+        },
+        **{
+            f"{record}_float32": partial(
+                _rope_kv_cache_insert, 17, record, torch.int64, kv_dtype=torch.float32
+            )
+            for record in _RECORDS
+        },
+        "guarded": partial(_rope_kv_cache_insert, 17, "fp8_ds_mla", torch.int64, guard_pages=1),
+        "strided": partial(_rope_kv_cache_insert, 17, "mxfp8", torch.int32, strided=True),
+        "ratio2": partial(_rope_kv_cache_insert, 17, "nvfp4", torch.int64, compress_ratio=2),
+    },
+    "compress_kv": {
+        **_over_tokens(_compress_kv),
+        "all": partial(
+            _compress_kv, 17, slots=torch.int32, weight=torch.bfloat16, out_dtype=torch.float32
+        ),
+        "strided": partial(_compress_kv, 17, strided=True),
+        "capacity2": partial(_compress_kv, 17, capacity=2, out_dtype=torch.bfloat16),
+        "ratio1": partial(_compress_kv, 17, compress_ratio=1),
+        "ratio1_empty_ring": _compress_kv_empty_ring,
+        "ratio1_float32_T1": partial(
+            _compress_kv, 1, compress_ratio=1, eps=1e-6, out_dtype=torch.float32
+        ),
+    },
+    "indexer_k_insert": {
+        **{
+            f"{record}_T{T}": partial(_indexer_k_insert, T, record, dtype)
+            for T, record, dtype in (
+                (0, "fp8", torch.int64),
+                (1, "mxfp4", torch.int32),
+                (2, "fp8", torch.int32),
+                (17, "fp8", torch.int64),
+                (17, "mxfp4", torch.int64),
+            )
+        },
+        "bfloat16": partial(
+            _indexer_k_insert, 17, "fp8", torch.int32, k=torch.bfloat16, weight=torch.bfloat16
+        ),
+        "ratio2": partial(_indexer_k_insert, 17, "mxfp4", torch.int64, compress_ratio=2, eps=1e-6),
+        "guarded": partial(_indexer_k_insert, 17, "fp8", torch.int64, guard_pages=1),
+        "strided": partial(_indexer_k_insert, 17, "mxfp4", torch.int32, strided=True),
+    },
+    "indexer_topk": {
+        **_over_tokens(_indexer_topk),
+        "mxfp4": partial(_indexer_topk, 17, index_cache_dtype="mxfp4", compress_ratio=1, topk=40),
+        "blocks": partial(_indexer_topk, 17, num_candidate_blocks=3),
+        "candidates": partial(_indexer_topk, 17, candidates=9),
+        "no_candidates": partial(_indexer_topk, 2, candidates=0),
+        "strided": partial(_indexer_topk, 17, candidates=9, strided=True, num_candidate_blocks=4),
+        "guarded": partial(_indexer_topk, 17, index_cache_dtype="mxfp4", guard_pages=1),
+        "dcp": partial(_indexer_topk, 17, num_candidate_blocks=4, **_DCP),
+        "all": partial(
+            _indexer_topk,
+            17,
+            index_cache_dtype="mxfp4",
+            heads=3,
+            candidates=9,
+            num_candidate_blocks=4,
+            candidate_block_size=3,
+            **_DCP,
+        ),
+    },
+    "merge_topk": {
+        **_over_tokens(_merge_topk),
+        "strided": partial(_merge_topk, 17, strided=True),
+        "one_rank": partial(_merge_topk, 2, N=1, topk=9),
+        "no_columns": partial(_merge_topk, 2, K=0),
+    },
     "kv_cache_gather": {
         **{
             f"{record}_N{N}": partial(_kv_cache_gather, N, record, dtype)
@@ -391,7 +623,8 @@ _FUNCTIONAL: dict[str, dict[str, Maker]] = {
         "dual": partial(attention, 17, compressed="nvfp4"),
         "dual_sink_T2": partial(attention, 2, compressed="mxfp8", swa="fp8_ds_mla", sink=True),
         "sink": partial(attention, 1, swa="bf16", sink=True),
-        "all": partial(attention, 17, compressed="nvfp4", sink=True),
+        "all": partial(attention, 17, compressed="nvfp4", sink=True, rope=True),
+        "rope_T1": partial(attention, 1, rope=True),
         "strided_64_of_128_heads": partial(
             attention, 2, heads=64, compressed="nvfp4", sink=True, strided=True
         ),

@@ -97,13 +97,28 @@ def matrix(argument: str, right: str = "torch.int32") -> list[Row]:
 def pool(argument: str, *, anchor: bool = False) -> list[Row]:
     """What is wrong for a cache; the last dimension and the dtype name the record together."""
     no_record = ": expected a last dimension of 584 torch.uint8 (fp8_ds_mla), 528 "
+    return [
+        Row(argument, lambda t: t.to(torch.int8), no_record, "int8"),
+        Row(argument, lambda t: t[..., :-1], no_record, "narrow"),
+        *pages(argument, anchor=anchor),
+    ]
 
+
+def index_pool(argument: str, *, anchor: bool = False) -> list[Row]:
+    """The same of a cache of index keys."""
+    no_record = ": expected a last dimension of 132 (fp8) or 68 (mxfp4), got shape (6, 8, "
+    return [
+        dtype(argument, torch.int8, "torch.uint8"),
+        Row(argument, lambda t: t[..., :-1], no_record, "narrow"),
+        *pages(argument, anchor=anchor),
+    ]
+
+
+def pages(argument: str, *, anchor: bool) -> list[Row]:
     def overlapping(tensor: Tensor) -> Tensor:
         return tensor.as_strided(tensor.shape, (tensor.shape[2], tensor.shape[2], 1))
 
     rows = [
-        Row(argument, lambda t: t.to(torch.int8), no_record, "int8"),
-        Row(argument, lambda t: t[..., :-1], no_record, "narrow"),
         rank(argument, 3),
         stride(argument),
         Row(argument, lambda t: t[:, ::2], ": expected rows ", "rows_apart"),
@@ -112,6 +127,23 @@ def pool(argument: str, *, anchor: bool = False) -> list[Row]:
         Row(argument, lambda t: t[:1].expand(t.shape), ": expected pages at least ", "expanded"),
     ]
     return rows if anchor else [*rows, device(argument)]
+
+
+def norm_weight(says: str, short: int) -> list[Row]:
+    return [
+        *vector("norm_weight", right=FLOATS)[1:],
+        shorter("norm_weight", f"{says}0, got shape ({short},)"),
+    ]
+
+
+def rope(short_positions: str) -> list[Row]:
+    return [
+        *vector("positions", right=SLOTS),
+        shorter("positions", short_positions),
+        *matrix("cos_sin", "torch.float32")[1:],
+        dtype("cos_sin", torch.bfloat16, "torch.float32"),
+        shorter("cos_sin", ": expected cosines and sines = 64 in dimension 1, got ", dim=1),
+    ]
 
 
 BATCH = [
@@ -137,6 +169,8 @@ STATES = [
 ]
 HEAD_DIM_ROWS = ": expected head_dim = 512 in dimension "
 SLOTS = "torch.int32 or torch.int64"
+FLOATS = "torch.float32 or torch.bfloat16"
+RING_CAPACITY = ": expected a capacity (dimension 1) of a power of two, 2 or more, got shape "
 ROWS_OR_NONE = ": expected at least 17 rows or none, got shape (16"
 INDEX_OUT = [
     *matrix("out"),
@@ -236,6 +270,133 @@ TABLE: dict[str, tuple[str, list[Row]]] = {
             *pool("cache", anchor=True),
         ],
     ),
+    "compress_kv": (
+        "all",
+        [
+            *[row for row in BATCH if row.argument != "block_table"],
+            *matrix("kv", "torch.float32")[1:],
+            dtype("kv", torch.bfloat16, "torch.float32"),
+            shorter("kv", HEAD_DIM_ROWS + "1, got shape (17, 511)", dim=1),
+            *matrix("score", "torch.float32")[1:],
+            dtype("score", torch.bfloat16, "torch.float32"),
+            shorter("score", ": expected rows of kv = 17 in dimension 0, got shape (16, 512)"),
+            shorter("score", HEAD_DIM_ROWS + "1, got shape (17, 511)", dim=1),
+            value("score", None, ": expected a tensor with compress_ratio = 2, got None"),
+            *norm_weight(HEAD_DIM_ROWS, 511),
+            *vector("ring_slots", right=SLOTS),
+            shorter("ring_slots", ": expected len(seq_lens) = 5 in dimension 0, got shape (4,)"),
+            value("ring_slots", None, ": expected a tensor with compress_ratio = 2, got None"),
+            dtype("ring", torch.bfloat16, "torch.float32"),
+            rank("ring", 4),
+            stride("ring"),
+            device("ring"),
+            shorter("ring", ": expected kv and score = 2 in dimension 2, got shape (5, ", dim=2),
+            shorter("ring", HEAD_DIM_ROWS + "3, got shape (5, 4, 2, 511)", dim=3),
+            shorter("ring", RING_CAPACITY + "(5, 3, 2, 512)", dim=1),
+            Row("ring", lambda t: t[:, :1], RING_CAPACITY + "(5, 1, 2, 512)", "capacity1"),
+            Row("ring", lambda t: t[:, ::2], ": expected the last three dimensions ", "apart"),
+            Row("ring", lambda t: t[:1].expand(t.shape), ": expected rows at least ", "expanded"),
+            value("ring", None, ": expected a tensor with compress_ratio = 2, got None"),
+            value("compress_ratio", 0, ": expected 1 or 2, got 0"),
+            value("compress_ratio", 3, ": expected 1 or 2, got 3"),
+            value("out_dtype", torch.float16, ": expected torch.float32, torch.bfloat16 or None, "),
+        ],
+    ),
+    "indexer_k_insert": (
+        "fp8_T17",
+        [
+            *matrix("k", FLOATS)[1:],
+            dtype("k", torch.float16, FLOATS),
+            shorter("k", ": expected index_head_dim = 128 in dimension 1, got ", dim=1),
+            *norm_weight(": expected index_head_dim = 128 in dimension ", 127),
+            *vector("positions", right=SLOTS),
+            shorter("positions", ": expected rows of k = 17 in dimension 0, got shape (16,)"),
+            *matrix("cos_sin", "torch.float32")[1:],
+            shorter("cos_sin", ": expected cosines and sines = 64 in dimension 1, got ", dim=1),
+            *vector("slot_mapping", right=SLOTS),
+            shorter("slot_mapping", ": expected rows of k = 17 in dimension 0, got shape (16,)"),
+            *index_pool("cache", anchor=True),
+            value("compress_ratio", 0, ": expected at least 1, got 0"),
+        ],
+    ),
+    "indexer_topk": (
+        "all",
+        [
+            *BATCH,
+            dtype("q", torch.float32, "torch.bfloat16"),
+            rank("q", 3),
+            stride("q"),
+            device("q"),
+            shorter("q", ": expected index_head_dim = 128 in dimension 2, got ", dim=2),
+            Row("q", lambda t: t[:, :0], "'s number of heads: expected 1 to 64, got 0", "no_heads"),
+            Row(
+                "q",
+                lambda t: t.repeat(1, 22, 1),
+                "'s number of heads: expected 1 to 64, got 66",
+                "66_heads",
+            ),
+            *matrix("weights", "torch.float32")[1:],
+            dtype("weights", torch.bfloat16, "torch.float32"),
+            shorter("weights", ": expected tokens = 17 in dimension 0, got shape (16, 3)"),
+            shorter("weights", ": expected heads = 3 in dimension 1, got shape (17, 2)", dim=1),
+            *index_pool("cache"),
+            Row(
+                "cache",
+                lambda t: t[:, :7],
+                ": expected pages of a multiple of cp_interleave = 2 rows under DCP, got 7",
+                "odd_pages",
+            ),
+            value("topk", 0, ": expected 1 to 2048, got 0"),
+            value("topk", 2049, ": expected 1 to 2048, got 2049"),
+            value("compress_ratio", 0, ": expected at least 1, got 0"),
+            *matrix("candidate_blocks"),
+            dtype("candidate_blocks", torch.int64, "torch.int32"),
+            shorter("candidate_blocks", ": expected tokens = 17 in dimension 0, got shape (16, 9)"),
+            Row(
+                "candidate_blocks",
+                lambda t: t.repeat(1, 230),
+                "' width: expected 0 to 2048, got 2070",
+                "wide",
+            ),
+            value("num_candidate_blocks", -1, ": expected 0 to 2048, got -1"),
+            value("num_candidate_blocks", 2049, ": expected 0 to 2048, got 2049"),
+            value("candidate_block_size", 0, ": expected 1 to 128, got 0"),
+            value("candidate_block_size", 129, ": expected 1 to 128, got 129"),
+            *DCP,
+        ],
+    ),
+    "merge_topk": (
+        "T17",
+        [
+            dtype("indices", torch.int64, "torch.int32"),
+            rank("indices", 3),
+            stride("indices"),
+            dtype("scores", torch.bfloat16, "torch.float32"),
+            rank("scores", 3),
+            stride("scores"),
+            device("scores"),
+            shorter("scores", ": expected ranks = 3 in dimension 0, got shape (2, 17, 6)"),
+            shorter("scores", ": expected tokens = 17 in dimension 1, got shape (3, 16, 6)", dim=1),
+            shorter("scores", ": expected columns = 6 in dimension 2, got shape (3, 17, 5)", dim=2),
+            value("topk", 0, ": expected 1 to 2048, got 0"),
+            value("topk", 2049, ": expected 1 to 2048, got 2049"),
+        ],
+    ),
+    "rope_kv_cache_insert": (
+        "ratio2",
+        [
+            dtype("kv", torch.float16, "torch.bfloat16 or torch.float32"),
+            rank("kv", 2),
+            stride("kv"),
+            device("kv"),
+            shorter("kv", HEAD_DIM_ROWS + "1, got shape (17, 511)", dim=1),
+            *rope(": expected rows of kv = 17 in dimension 0, got shape (16,)"),
+            *vector("slot_mapping", right=SLOTS),
+            shorter("slot_mapping", ": expected rows of kv = 17 in dimension 0, got shape (16,)"),
+            *pool("cache", anchor=True),
+            value("compress_ratio", 0, ": expected at least 1, got 0"),
+        ],
+    ),
     "kv_cache_gather": (
         "nvfp4_N17",
         [*pool("cache", anchor=True), *vector("slots", right=SLOTS)],
@@ -277,6 +438,9 @@ TABLE: dict[str, tuple[str, list[Row]]] = {
             *vector("attn_sink", right="torch.float32")[1:],
             dtype("attn_sink", torch.bfloat16, "torch.float32"),
             shorter("attn_sink", ": expected heads = 2 in dimension 0, got shape (1,)"),
+            *rope(": expected tokens = 17 in dimension 0, got shape (16,)"),
+            value("positions", None, ": expected positions and cos_sin together, or neither, got"),
+            value("cos_sin", None, ": expected positions and cos_sin together, or neither, got"),
             value("backend", "fast", f": expected one of auto, {', '.join(BACKENDS)}, got 'fast'"),
         ],
     ),
@@ -441,7 +605,7 @@ def test_compile_carries_the_message(op: str, row: Row) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_every_argument_is_covered(op: str) -> None:
     # No wrong value exists for a flag or for the scale; their types are checked below.
-    free = {"causal", "batch_invariant", "softmax_scale"}
+    free = {"causal", "batch_invariant", "softmax_scale", "eps"}
     rows = [*own_rows(op), *own_rows(op.removesuffix("_out"))]
     arguments = {a.name for a in overload(op)._schema.arguments}
     assert {row.argument for row in rows} == arguments - free
@@ -461,13 +625,15 @@ def test_a_twin_refuses_what_its_functional_form_refuses(op: str) -> None:
 def test_a_refused_call_writes_nothing(op: str) -> None:
     for row in own_rows(op):
         arguments = wrong(op, row, CPU)
-        before = {k: arguments[k].clone() for k in written(op) if arguments[k].device == CPU}
+        given = {k: arguments[k] for k in written(op) if arguments[k] is not None}
+        before = {k: tensor.clone() for k, tensor in given.items() if tensor.device == CPU}
         message(overload(op), **arguments)
         for key, tensor in before.items():
             assert torch.equal(arguments[key], tensor), row
 
 
 WRONG_TYPES = {"Tensor": [1, 2], "SymInt": 1.5, "int": "1", "float": "1", "bool": "yes", "str": 1}
+WRONG_TYPES["ScalarType"] = "float32"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from tests.contract.inputs import (
     OPS,
+    Arguments,
     argument_sets,
     each_set,
     overload,
@@ -83,21 +84,30 @@ def test_what_is_not_wanted_is_left_out(kept: str, device: torch.device) -> None
         assert torch.equal(arguments[key], whole[key]), key
 
 
-@pytest.mark.parametrize("name", argument_sets("kv_cache_insert"))
-def test_insert_changes_only_the_named_rows(name: str, device: torch.device) -> None:
-    arguments = argument_sets("kv_cache_insert")[name](device)
-    cache, slots = arguments["cache"], arguments["slot_mapping"]
+def written_slots(arguments: Arguments) -> list[int]:
+    """Inside the cache and, where rows are rotated, of a known position."""
+    num_slots = arguments["cache"].shape[0] * arguments["cache"].shape[1]
+    slots = arguments["slot_mapping"].tolist()
+    known = [True] * len(slots)
+    if "positions" in arguments:
+        ratio, num_positions = arguments["compress_ratio"], arguments["cos_sin"].shape[0]
+        known = [0 <= p // ratio * ratio < num_positions for p in arguments["positions"].tolist()]
+    return [s for s, k in zip(slots, known, strict=True) if k and 0 <= s < num_slots]
+
+
+@pytest.mark.parametrize(("op", "name"), each_set(["kv_cache_insert", "rope_kv_cache_insert"]))
+def test_insert_changes_only_the_named_rows(op: str, name: str, device: torch.device) -> None:
+    arguments = argument_sets(op)[name](device)
+    cache, valid = arguments["cache"], written_slots(arguments)
     storage = storage_bytes(cache)
     rows = cache.clone()
-    overload("kv_cache_insert")(**arguments)
+    overload(op)(**arguments)
 
     # Which bytes of the storage the named rows own, by the record's own layout.
-    pages, page_size, width = cache.shape
+    _, page_size, width = cache.shape
     item = cache.element_size()
     owned = torch.zeros_like(storage, dtype=torch.bool)
-    for slot in slots.tolist():
-        if not 0 <= slot < pages * page_size:
-            continue
+    for slot in valid:
         page = (cache.storage_offset() + slot // page_size * cache.stride(0)) * item
         row = slot % page_size
         if width * item == 584:
@@ -108,6 +118,5 @@ def test_insert_changes_only_the_named_rows(name: str, device: torch.device) -> 
             owned[page + row * width * item : page + (row + 1) * width * item] = True
     changed = storage_bytes(cache) != storage
     assert not bool((changed & ~owned).any())
-    valid = [s for s in slots.tolist() if 0 <= s < pages * page_size]
     assert bool(changed.any()) == bool(valid)
     assert valid or torch.equal(cache, rows)

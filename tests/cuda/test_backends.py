@@ -15,7 +15,7 @@ import dsv41ops
 from dsv41ops.configs import BACKENDS
 from dsv41ops.reference import attention
 from tests.cuda.test_capture import CUDA, as_bits, captured
-from tests.decode_calls import PAIRS, Call, Part, random_call
+from tests.decode_calls import PAIRS, Call, Part, Rope, random_call, random_rope
 from tests.export.fresh import run_fresh
 from tests.support import (
     HEAD_DIM,
@@ -58,7 +58,13 @@ def aligned(call: Call) -> Call:
 
 def serves(backend: str, call: Call) -> bool:
     records = [record_of(part.cache) for part in call.parts]
-    return dsv41ops.backends(*records, num_heads=call.q.shape[1], device=DEVICE)[backend] is None
+    reasons = dsv41ops.backends(
+        *records,
+        num_heads=call.q.shape[1],
+        inverse_rope=call.rope is not None,
+        device=DEVICE,
+    )
+    return reasons[backend] is None
 
 
 def check(call: Call, backend: str) -> None:
@@ -137,6 +143,46 @@ def test_nan_rows_that_are_not_selected(backend: str) -> None:
     check(replace(call, parts=tuple(parts)), backend)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("heads", [5, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+@pytest.mark.parametrize("pair", [PAIR, ("mxfp8", "nvfp4"), ("bf16", None)], ids=str)
+def test_rotates_back(
+    backend: str, pair: tuple[str, str | None], tokens: int, heads: int, dtype: torch.dtype
+) -> None:
+    """Also of tokens without a row, and by positions that the table does not have; only ``out``."""
+    call = aligned(random_call(pair, tokens, heads, CUDA))
+    for part in call.parts:
+        part.lens[4::5] = 0
+    turning = replace(call, rope=random_rope(tokens, CUDA, dtype))
+    check(turning, backend)
+    if not serves(backend, turning):
+        return
+    out, lse = turning.run(backend=backend)
+    plain, plain_lse = call.run(backend=backend)
+    assert_same_bits(lse, plain_lse)
+    assert_same_bits(out[..., :448], plain[..., :448])
+    assert_same_bits(out[4::5], torch.zeros_like(out[4::5]))
+    positions = turning.rope.positions
+    outside = (positions < 0) | (positions >= turning.rope.cos_sin.shape[0])
+    assert_same_bits(out[outside], plain[outside])
+
+
+def test_rotated_values_are_rounded_once(backend: str) -> None:
+    """A quarter turn swaps the f32 columns, and no rounding shows."""
+    quarter = torch.cat([torch.zeros(1, 32), torch.ones(1, 32)], 1).to(CUDA)
+    for tokens in (1, 300):
+        call = aligned(random_call(PAIR, tokens, 16, CUDA))
+        zeros = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
+        turning = replace(call, rope=Rope(zeros, quarter))
+        if not serves(backend, turning):
+            continue
+        plain, _ = call.run(backend=backend)
+        out, _ = turning.run(backend=backend)
+        even, odd = plain[..., 448::2], plain[..., 449::2]
+        assert torch.equal(out[..., 448:], torch.stack([odd, -even], -1).flatten(-2))
+
+
 @pytest.mark.parametrize("heads", [5, 64])
 def test_many_tokens(backend: str, heads: int) -> None:
     """More than one turn of a split workspace; against the reference."""
@@ -172,7 +218,8 @@ def test_out_form(backend: str, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 9, 200])
-def test_one_graph_serves_any_lengths(backend: str, tokens: int, heads: int) -> None:
+@pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
+def test_one_graph_serves_any_lengths(backend: str, rope: bool, tokens: int, heads: int) -> None:
     """Captured with every length 0; each replay equals eager, bit for bit."""
     call = aligned(random_call(PAIR, tokens, heads, CUDA, window_width=128, width=512))
     static = replace(
@@ -182,10 +229,17 @@ def test_one_graph_serves_any_lengths(backend: str, tokens: int, heads: int) -> 
             for part in call.parts
         ),
     )
+    if rope:
+        table = random_rope(tokens, CUDA)
+        static = replace(static, rope=replace(table, positions=torch.zeros_like(table.positions)))
+        if not serves(backend, static):
+            pytest.skip(f"{backend}: does not rotate back")
     graph, outputs = captured(lambda: static.run(backend=backend))
     for _ in range(10):
         new = random_call(PAIR, tokens, heads, CUDA, window_width=128, width=512)
         static.q.copy_(new.q)
+        if rope:
+            static.rope.positions.copy_(random_rope(tokens, CUDA).positions)
         for part, drawn in zip(static.parts, new.parts, strict=True):
             part.indices.copy_(drawn.indices)
             part.lens.copy_(drawn.lens)

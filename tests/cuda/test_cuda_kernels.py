@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dsv41ops
-from dsv41ops.configs import RANKS, RING_SLOTS, WgmmaConfig, mma_config
+from dsv41ops.configs import MMA_SHAPES, RING_SLOTS, WgmmaConfig, mma_config
 from tests.cuda.test_backends import check
 from tests.cuda.test_capture import CUDA
 from tests.decode_calls import Call, random_part
@@ -34,10 +34,10 @@ PAIRS: list[Pair] = [
     for window, record in (records.split("+") for records in RING_SLOTS)
 ]
 PAIR = ("mxfp8", "nvfp4")
-# The mma kernel by its ranks, which have two shapes of CTA; and the wgmma kernel.
-Kernel = int | str
-KERNELS: list[Kernel] = [*RANKS, "wgmma"]
-SHAPES: list[Kernel] = [1, 4, "wgmma"]
+# The mma kernel by tiles of heads and ranks; and the wgmma kernel. Some of every kind of CTA.
+Kernel = tuple[int, int] | str
+KERNELS: list[Kernel] = [*MMA_SHAPES, "wgmma"]
+SHAPES: list[Kernel] = [(1, 1), (1, 4), (2, 1), (2, 4), "wgmma"]
 ROPE = 448  # the first column that fp8_ds_mla stores as bf16
 
 
@@ -78,7 +78,7 @@ def run(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
         *(call.q, window.cache, window.indices, window.lens),
         *((extra.cache, extra.indices, extra.lens) if extra else (None,) * 3),
         *(call.sink, call.scale, False),
-        config=mma_config(records, kernel) if isinstance(kernel, int) else WgmmaConfig(),
+        config=WgmmaConfig() if isinstance(kernel, str) else mma_config(records, *kernel),
     )
 
 
@@ -141,7 +141,7 @@ def test_queues(pair: Pair, num_tokens: int, heads: int) -> None:
     check_kernel(random_call(pair, num_tokens, heads), "wgmma")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_kernel(pair: Pair, kernel: Kernel) -> None:
     """Also more ranks than tiles."""
@@ -150,14 +150,14 @@ def test_every_kernel(pair: Pair, kernel: Kernel) -> None:
         check_kernel(call, kernel)
 
 
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 32, 64, 100])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_page_sizes(pair: Pair, page_size: int, kernel: Kernel) -> None:
     check_kernel(random_call(pair, 5, 16, page_size=page_size), kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_lengths(pair: Pair, kernel: Kernel) -> None:
     """Each on its own, and lengths of both caches against each other."""
@@ -169,7 +169,7 @@ def test_lengths(pair: Pair, kernel: Kernel) -> None:
     check_kernel(replace(call, parts=tuple(parts)), kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("heads", [33, 100])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_empty_units_between_full_ones(pair: Pair, heads: int, kernel: Kernel) -> None:
@@ -202,7 +202,7 @@ def test_many_small_units(pair: Pair) -> None:
     check_kernel(replace(call, scale=call.scale * 2.0**-14), "wgmma")
 
 
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_no_visible_row(pair: Pair, kernel: Kernel) -> None:
     call = random_call(pair, 3, 17)
@@ -221,7 +221,7 @@ def fill_row(cache: Tensor, row: int, byte: int) -> None:
     flat_pages(cache)[:, ints(at, CUDA, torch.int64)] = byte
 
 
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_bytes_of_other_rows(pair: Pair, kernel: Kernel) -> None:
     """Rows beside the selected ones, in the same tile, are 0xFF: NaN values under NaN scales."""
@@ -236,7 +236,7 @@ def test_bytes_of_other_rows(pair: Pair, kernel: Kernel) -> None:
     check_kernel(replace(call, parts=tuple(parts)), kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_nan_stays_with_its_token_and_head(pair: Pair, kernel: Kernel) -> None:
     """A NaN row, last in its list, and a NaN query; tokens before and after are served as ever."""
@@ -259,7 +259,7 @@ def test_nan_stays_with_its_token_and_head(pair: Pair, kernel: Kernel) -> None:
     assert_attention_close(out, lse, exact, exact_lse)
 
 
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_zero_rows_and_queries(pair: Pair, kernel: Kernel) -> None:
     """Equal scores: the logarithm of the number of rows."""
@@ -287,7 +287,7 @@ CODES = [
 ]
 
 
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize(("code", "magnitudes", "exponent"), CODES, ids=lambda x: str(x))
 @pytest.mark.parametrize("pair", PAIRS[:5], ids=str)
 def test_scale_codes(
@@ -310,7 +310,7 @@ def test_scale_codes(
 
 
 @pytest.mark.parametrize("num_tokens", [9, 300])
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS[:5], ids=str)
 def test_a_few_scales_outside(pair: Pair, kernel: Kernel, num_tokens: int) -> None:
     """One row in 20, and there some groups: tiles of both kinds, and of both in one.
@@ -335,7 +335,7 @@ def test_a_few_scales_outside(pair: Pair, kernel: Kernel, num_tokens: int) -> No
 
 
 @pytest.mark.parametrize("codes", [(0, 127), (1, 9), (118, 127)], ids=str)
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", [("nvfp4", None), ("nvfp4", "nvfp4"), PAIR], ids=str)
 def test_e4m3_scale_codes(pair: Pair, codes: tuple[int, int], kernel: Kernel) -> None:
     """Zero, subnormal and the largest scales of nvfp4, and the signed ones."""
@@ -348,7 +348,7 @@ def test_e4m3_scale_codes(pair: Pair, codes: tuple[int, int], kernel: Kernel) ->
 
 
 @pytest.mark.parametrize("exponent", [-110, -30, -9, 9, 14, 30, 110])
-@pytest.mark.parametrize("kernel", SHAPES)
+@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_queries_of_any_size(pair: Pair, kernel: Kernel, exponent: int) -> None:
     """Every head by a power of two of its own."""
@@ -370,7 +370,7 @@ def test_any_softmax_scale(num_tokens: int, scale: float) -> None:
     check(replace(call, scale=scale), "cuda")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("empty", [(0,), (1,), (0, 1)], ids=str)
 def test_caches_without_a_page(empty: tuple[int, ...], kernel: Kernel) -> None:
     """As if every index were a hole."""
@@ -384,7 +384,7 @@ def test_caches_without_a_page(empty: tuple[int, ...], kernel: Kernel) -> None:
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("kernel", [1, "wgmma"])
+@pytest.mark.parametrize("kernel", [(1, 1), "wgmma"], ids=str)
 @pytest.mark.parametrize("pair", [("fp8_ds_mla", "fp8_ds_mla"), PAIR], ids=str)
 def test_pages_far_apart(pair: Pair, kernel: Kernel) -> None:
     """Addresses past 2^32 and 2^35 bytes; a page's bytes come from a small cache."""

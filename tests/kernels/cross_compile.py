@@ -31,10 +31,10 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 import dsv41ops
 from dsv41ops.kernels.flash_mla import sparse_mla_decode as flash_mla
-from dsv41ops.kernels.triton import sparse_mla_decode
+from dsv41ops.kernels.triton import indexer_topk, sparse_mla_decode
 from tests.contract.inputs import OPS, argument_sets, schema_order
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _resources(compiled: Any, arch: int) -> dict[str, int]:
 
 def compile_variant(variant: Variant, arch: int) -> dict[str, Any]:
     source = ASTSource(variant.kernel, variant.signature, variant.constexprs, {})
-    options = {**variant.options, "enable_fp_fusion": True}
+    options = {"enable_fp_fusion": True, **variant.options}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     metadata = compiled.metadata
     return {
@@ -125,7 +125,12 @@ def compile_variant(variant: Variant, arch: int) -> dict[str, Any]:
 
 
 def _decode(
-    records: tuple[str, str | None], heads: int, num_tokens: int, *, off: int = 0
+    records: tuple[str, str | None],
+    heads: int,
+    num_tokens: int,
+    *,
+    off: int = 0,
+    rope: bool = False,
 ) -> Callable[[], object]:
     """A step of the release's widths; ``off``: elements that q lies off a 16-byte boundary."""
     caches = [dsv41ops.new_kv_cache(1, 64, record) for record in records if record]
@@ -139,13 +144,26 @@ def _decode(
     q = torch.empty(num_tokens, heads, 512 + 8, dtype=torch.bfloat16)[..., off : off + 512]
     compressed = (caches[1], *rows(512)) if len(caches) == 2 else (None,) * 3
     arguments = (q, caches[0], *rows(128), *compressed, torch.empty(heads), 512**-0.5, False)
-    return lambda: sparse_mla_decode.launch_sparse_mla_decode(*arguments)
+    table = (torch.empty(num_tokens, dtype=torch.int64), torch.empty(9, 64)) if rope else ()
+    return lambda: sparse_mla_decode.launch_sparse_mla_decode(*arguments, *table)
 
 
 def _flash_mla_rows(num_caches: int) -> object:
     cache = dsv41ops.new_kv_cache(1, 64, "fp8_ds_mla")
     indices = torch.empty(1, 128, dtype=torch.int32)
     return flash_mla._valid_rows([(cache, indices, indices[0, :1])] * num_caches)
+
+
+def _index(record: str, num_tokens: int, kept: int, given: int) -> Callable[[], object]:
+    """An indexer of the release, over a table of a million states."""
+    cache = dsv41ops.new_index_cache(1, 64, record)
+    q = torch.empty(num_tokens, 32, 128, dtype=torch.bfloat16)
+    starts, seq_lens, table = (
+        torch.empty(shape, dtype=torch.int32) for shape in (2, 1, (1, 2**20 // 64))
+    )
+    blocks = torch.empty(num_tokens, given, dtype=torch.int32) if given else None
+    arguments = (q, q[..., 0].float(), cache, starts, seq_lens, table, 512, 1, blocks, kept)
+    return lambda: indexer_topk.launch_indexer_topk(*arguments, 8, 1, 0, 1)
 
 
 # T = 1 splits, T = 512 does not; up to 16 heads and more are different tiles on sm_90.
@@ -161,11 +179,18 @@ DECODE_CALLS = {
     100: [(("mxfp8", "nvfp4"), 64, 512), (("fp8_ds_mla", None), 8, 1)],
     120: [(("mxfp8", "nvfp4"), 64, 512), (("fp8_ds_mla", None), 8, 1)],
 }
+INDEX_CALLS = [  # tokens, blocks kept, blocks given
+    ("fp8", 1, 0, 0),
+    ("fp8", 128, 2048, 0),
+    ("fp8", 32, 0, 2048),
+    ("mxfp4", 512, 0, 0),
+]
 NUM_SMS = {90: 132, 100: 148, 120: 170}
 
 
 def variants(arch: int) -> list[Variant]:
-    """Decode's, chosen by hand as they take long; of every other op, those of its argument sets.
+    """Decode's and the indexer's, chosen by hand as they take long; of every other op, those of its
+    argument sets.
 
     Registers differ little between architectures, so one variant per kernel does beyond sm_90.
     """
@@ -175,12 +200,18 @@ def variants(arch: int) -> list[Variant]:
         label = f"{records[0]}+{records[1]} H={heads} T={num_tokens}"
         found += record_launches(_decode(records, heads, num_tokens), label)
     if arch == 90:
+        call = _decode(("mxfp8", "nvfp4"), 64, 512, rope=True)
+        found += record_launches(call, "rotated back")
+        call = _decode(("mxfp8", "nvfp4"), 8, 1, rope=True)
+        found += record_launches(call, "rotated back, split")
         call = _decode(("mxfp8", "nvfp4"), 64, 512, off=1)
         found += record_launches(call, "unaligned")
         found += record_launches(partial(_flash_mla_rows, 1), "FlashMLA, window only")
         found += record_launches(partial(_flash_mla_rows, 2), "FlashMLA")
+    for record, *sizes in INDEX_CALLS if arch == 90 else INDEX_CALLS[:1]:
+        found += record_launches(_index(record, *sizes), f"{record} {sizes}")
     for op in OPS:
-        if op.endswith("_out") or op == "sparse_mla_decode":
+        if op.endswith("_out") or op in ("sparse_mla_decode", "indexer_topk"):
             continue
         launch = getattr(import_module(f"dsv41ops.kernels.triton.{op}"), f"launch_{op}")
         for name, make in argument_sets(op).items():

@@ -8,17 +8,18 @@ from dataclasses import replace
 import pytest
 
 from dsv41ops.configs import (
+    CLUSTER_UNITS,
     INVARIANT_ROWS,
     MAX_SPLITS,
-    RANKS,
+    MMA_SHAPES,
     RING_SLOTS,
-    CudaConfig,
     DecodeProblem,
     MmaConfig,
     WgmmaConfig,
     cuda_config,
     cuda_variants,
     decode_config,
+    indexer_config,
     mma_config,
 )
 
@@ -84,37 +85,38 @@ CUDA = replace(PROBLEM, window_record="mxfp8", record="nvfp4")
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "ranks"),
+    ("num_tokens", "heads", "shape"),
     [
-        *((1, 64, 8), (3, 64, 8), (4, 64, 4), (7, 64, 4), (8, 64, 2), (16, 64, 2), (17, 64, 1)),
-        *((1, 128, 8), (2, 128, 4), (4, 128, 2), (9, 128, 1)),
-        *((15, 8, 8), (16, 16, 4), (30, 1, 4), (31, 1, 2), (66, 1, 2), (67, 1, 1), (8192, 32, 1)),
+        *((1, 64, (1, 8)), (3, 64, (1, 8)), (4, 64, (1, 4)), (7, 64, (1, 4)), (8, 64, (1, 3))),
+        *((9, 64, (1, 3)), (10, 64, (2, 4)), (16, 64, (1, 2)), (17, 64, (2, 2)), (33, 64, (2, 2))),
+        *((34, 64, (2, 1)), (66, 64, (2, 1)), (1, 128, (1, 8)), (2, 128, (1, 4)), (4, 128, (1, 3))),
+        *((15, 8, (1, 8)), (16, 16, (1, 4)), (31, 1, (1, 3)), (40, 1, (1, 2)), (67, 1, (1, 1))),
+        *((8, 32, (1, 4)), (16, 32, (1, 3)), (33, 32, (1, 2)), (66, 32, (2, 2)), (132, 32, (2, 1))),
     ],
 )
-def test_a_cluster_fills_the_gpu(num_tokens: int, heads: int, ranks: int) -> None:
+def test_a_cluster_fills_the_gpu(num_tokens: int, heads: int, shape: tuple[int, int]) -> None:
     """The release's widths on an H200."""
     problem = replace(CUDA, num_tokens=num_tokens, num_heads=heads)
     config = cuda_config(problem)
-    assert config == mma_config(CUDA.records, ranks)
+    assert config == mma_config(CUDA.records, *shape)
     half = replace(problem, num_sms=66)
     twice = replace(problem, num_tokens=2 * num_tokens)
-    assert cuda_config(half).ranks == cuda_config(twice).ranks
+    assert cuda_config(half) == cuda_config(twice)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "heads", "wide"),
     [
-        *((66, 64, False), (67, 64, True), (88, 33, False), (89, 33, True), (8192, 32, False)),
+        *((66, 64, False), (67, 64, True), (8192, 64, True), (132, 32, False)),
         *((33, 128, False), (34, 128, True), (8192, 128, True), (8192, 16, False)),
     ],
 )
 def test_many_tokens_of_many_heads(num_tokens: int, heads: int, wide: bool) -> None:
-    """A third CTA of 16 heads on an SM costs more than one of 64."""
     problem = replace(CUDA, num_tokens=num_tokens, num_heads=heads)
     assert (cuda_config(problem) == WgmmaConfig()) == wide
     assert cuda_config(replace(problem, batch_invariant=True)) != WgmmaConfig()
     for scale in (-2.0, 1.5):
-        assert cuda_config(replace(problem, softmax_scale=scale)) == mma_config(CUDA.records, 1)
+        assert cuda_config(replace(problem, softmax_scale=scale)) != WgmmaConfig()
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -124,11 +126,14 @@ def test_no_rank_without_a_tile(widths: tuple[int, int], heads: int, batch_invar
     tiles = sum(math.ceil(width / 16) for width in widths)
     for num_tokens in TOKENS:
         problem = DecodeProblem(num_tokens, heads, *widths, 132, batch_invariant)
-        ranks = cuda_config(problem).ranks
-        assert ranks in RANKS
-        assert ranks <= max(1, tiles)
+        config = cuda_config(problem)
+        assert config.ranks <= max(1, tiles)
+        assert heads > config.heads - 16 or config == WgmmaConfig()
         if not batch_invariant:
-            assert ranks == 1 or num_tokens * math.ceil(heads / 16) * ranks <= 132
+            assert (
+                config.ranks == 1
+                or config.ctas(num_tokens * math.ceil(heads / config.heads), 132) <= 132
+            )
 
 
 @pytest.mark.parametrize(("widths", "ranks"), [((128, 0), 1), ((128, 512), 4), ((192, 2048), 8)])
@@ -141,28 +146,39 @@ def test_batch_invariant_ranks_ignore_the_batch(widths: tuple[int, int], ranks: 
         for heads in (1, 128)
         for num_sms in (78, 132)
     )
-    assert configs == {mma_config(CUDA.records, ranks)}
+    assert configs == {mma_config(CUDA.records, 1, ranks)}
 
 
-@pytest.mark.parametrize("num_heads", [16, 64])
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
 @pytest.mark.parametrize("num_sms", [66, 78, 132, 160])
-def test_cuda_variants_follow_the_records(num_heads: int, num_sms: int) -> None:
+@pytest.mark.parametrize("records", RING_SLOTS)
+def test_cuda_variants_follow_the_records(records: str, num_heads: int, num_sms: int) -> None:
     """A scale too large for wgmma finds its kernel among the others' variants."""
-    for records, slots in RING_SLOTS.items():
-        window, record = records.split("+")
-        problem = replace(
-            PROBLEM,
-            num_heads=num_heads,
-            num_sms=num_sms,
-            window_record=window,
-            record=None if record == "none" else record,
-        )
-        found = cuda_variants(replace(problem, num_tokens=T) for T in TOKENS)
-        expected: set[CudaConfig] = {mma_config(records, ranks) for ranks in RANKS}
-        assert {mma_config(records, 1)} == {MmaConfig(slots=slots)}
-        assert found == expected | ({WgmmaConfig()} if num_heads > 16 else set())
-        large = cuda_variants(replace(problem, num_tokens=T, softmax_scale=2.0) for T in TOKENS)
-        assert large <= found
+    window, record = records.split("+")
+    problem = replace(
+        PROBLEM,
+        num_heads=num_heads,
+        num_sms=num_sms,
+        window_record=window,
+        record=None if record == "none" else record,
+    )
+    found = cuda_variants(replace(problem, num_tokens=T) for T in TOKENS)
+    shapes = {shape for shape in MMA_SHAPES if num_heads > 16 or shape[0] == 1}
+    assert found <= {WgmmaConfig(), *(mma_config(records, *shape) for shape in shapes)}
+    assert num_heads == 32 or (WgmmaConfig() in found) == (num_heads > 16)
+    for scale in (1.0, 2.0):
+        assert {
+            cuda_config(replace(problem, num_tokens=T, softmax_scale=scale)) for T in TOKENS
+        } <= found
+
+
+@pytest.mark.parametrize("records", RING_SLOTS)
+def test_ring_slots(records: str) -> None:
+    alone, shared = RING_SLOTS[records]
+    assert mma_config(records, 1, 1) == MmaConfig(slots=shared)
+    assert mma_config(records, 2, 1).slots == alone
+    for ranks in CLUSTER_UNITS:
+        assert mma_config(records, 1, ranks).ctas_per_sm == 1
 
 
 def test_macros_of_a_config() -> None:
@@ -178,3 +194,25 @@ def test_macros_of_a_config() -> None:
     }
     wide = WgmmaConfig()
     assert (wide.macros, wide.ctas(5, 132), wide.ctas(500, 132)) == ((), 5, 132)
+
+
+@pytest.mark.parametrize("num_candidates", [0, 2048])
+@pytest.mark.parametrize(("topk", "kept"), [(1, 0), (512, 0), (512, 2048), (2048, 2048)])
+def test_indexer_memory_is_bounded(topk: int, kept: int, num_candidates: int) -> None:
+    """64 MiB, whatever the tokens and the table; a share's list always has room for a chunk."""
+    for num_tokens in TOKENS:
+        for num_states in (0, 1, 4096, 2**16, 2**20, 2**31):
+            block_size = 8 if kept or num_candidates else 0
+            c = indexer_config(num_tokens, num_states, block_size, topk, kept, num_candidates, 132)
+            blocks_of_chunk = c.chunk_rows // c.rows_per_block
+            assert c.size >= topk + c.chunk_rows
+            assert c.block_size >= kept + blocks_of_chunk
+            assert c.merge_size > max(topk, kept) or c.splits == 1
+            programs = c.tokens * c.splits
+            groups = math.ceil(c.splits / c.lists_per_group)
+            groups = c.tokens * (groups + (groups > 1))  # and all of them
+            entries = 2 * (c.size + (c.block_size if kept else 0)) + 4 * c.chunk_rows
+            entries += c.candidates if num_candidates else 0
+            assert 4 * (programs * entries + groups * 2 * (topk + kept)) <= 2**26
+            assert c.splits <= 256
+            assert c.splits == 1 or programs <= 2 * 132

@@ -20,6 +20,9 @@ SHARED_LIMITS = {90: 232448, 100: 232448, 120: 101376}
 TENSOR_MEMORY_COLUMNS = 512
 # A word or two of the start that the end of a program needs again; a loop's values are far more.
 SPILL_LIMIT = 16
+# Its registers are capped, so that two programs fit an SM: some of what every chunk of states needs
+# lies in memory while the chunk's tiles are scored.
+SPILL_LIMITS = {"_indexer_scores_kernel": 80}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,8 @@ def test_no_spills_on_sm90(reports: list[dict[str, Any]]) -> None:
     spilling = [
         report
         for report in reports
-        if report["arch"] == 90 and report["aligned"] and report["spill_stores"] > SPILL_LIMIT
+        if report["arch"] == 90
+        and report["aligned"]
+        and report["spill_stores"] > SPILL_LIMITS.get(report["kernel"], SPILL_LIMIT)
     ]
     assert not spilling

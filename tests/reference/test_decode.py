@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import dsv41ops
-from tests.decode_calls import PAIRS, Call, Part, random_call
+from tests.contract.inputs import rope_table
+from tests.decode_calls import PAIRS, Call, Part, Rope, random_call, random_rope
 from tests.support import (
     HEAD_DIM,
     RECORDS,
@@ -339,6 +340,46 @@ def test_out_form_writes_the_same_bits(
         for buffer, functional in zip((out, lse), expected, strict=True):
             assert_same_bits(buffer[:num_tokens], functional)
             assert bool(torch.isnan(buffer[num_tokens:]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+@pytest.mark.parametrize("pair", [("fp8_ds_mla", None), ("mxfp8", "nvfp4")], ids=str)
+def test_rotates_back(
+    pair: tuple[str, str | None], num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = random_call(pair, num_tokens, 12, device)
+    replace(call, rope=random_rope(num_tokens, device, dtype)).check()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_is_not_rotated_back(batch_invariant: bool, device: torch.device) -> None:
+    """lse, the other columns, tokens without a known position; a token without a row is 0."""
+    call = random_call(("mxfp8", "nvfp4"), 6, 12, device)
+    for part in call.parts:
+        part.lens[2] = 0
+    positions = ints([0, -1, 3, 50, 2**40, 49], device, torch.int64)
+    turning = replace(call, rope=Rope(positions, rope_table(50, device)))
+    plain, plain_lse = call.run(batch_invariant=batch_invariant)
+    out, lse = turning.run(batch_invariant=batch_invariant)
+    assert_attention_close(out, lse, *turning.exact())
+    assert_same_bits(lse, plain_lse)
+    assert_same_bits(out[..., :448], plain[..., :448])
+    assert_same_bits(out[1:5], plain[1:5])
+    assert_same_bits(out[2], torch.zeros_like(out[2]))
+    assert not bool((out[[0, 5], :, 448:] == plain[[0, 5], :, 448:]).all(-1).any())
+    empty = replace(call, rope=Rope(positions, rope_table(50, device)[:0]))
+    assert_same_bits(empty.run(batch_invariant=batch_invariant)[0], plain)
+
+
+def test_rotated_values_are_rounded_once(device: torch.device) -> None:
+    """A quarter turn swaps the f32 columns, and no rounding shows."""
+    call = random_call(("mxfp8", "nvfp4"), 2, 3, device)
+    quarter = torch.cat([torch.zeros(1, 32), torch.ones(1, 32)], 1).to(device)
+    plain, _ = call.run(batch_invariant=True)
+    out, _ = replace(call, rope=Rope(ints([0, 0], device), quarter)).run(batch_invariant=True)
+    even, odd = plain[..., 448::2], plain[..., 449::2]
+    assert torch.equal(out[..., 448:], torch.stack([odd, -even], -1).flatten(-2))
 
 
 def test_compressed_arguments_come_together(device: torch.device) -> None:

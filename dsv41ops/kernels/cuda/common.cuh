@@ -7,6 +7,12 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
+// One lane arrives at a barrier for its warp, after __syncwarp. Racecheck does not follow both
+// steps, so for it all do.
+#ifndef LANES_THAT_ARRIVE
+#define LANES_THAT_ARRIVE 1
+#endif
+
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float LOG2E = 1.4426950408889634f;
 #define INF __int_as_float(0x7f800000)
@@ -35,6 +41,11 @@ struct Params {
     i64 out_token_stride, out_head_stride;
     float* lse;          // [T, H]
     i64 lse_token_stride, lse_head_stride;
+    const void* positions;  // [T] or null: the output is not rotated
+    const float* cos_sin;   // [num_positions, 64]: 32 cosines, 32 sines
+    i64 cos_sin_stride;     // elements
+    int num_positions;
+    int wide_positions;     // 64 bits, not 32
     int num_heads;
     int head_groups;     // of a token: units of work
     float scale_log2;    // softmax_scale * log2(e)
@@ -64,9 +75,36 @@ template <int R> __device__ __forceinline__ Place locate(const Pool& pool, u32 s
     return at;
 }
 
+// Waits for the launch before this one, whose results nothing may read, or overwrite, earlier. Lets
+// the next launch take its place, if that is on SMs that are free: beside CTAs that are half an SM
+// it would take more of some SMs than of others.
+__device__ __forceinline__ void follow_launch(bool alone) {
+    if (alone) asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The inverse rotation of a token's output: lane i's pair of the last 64 columns, (cosine, sine).
+#define NO_TURN make_float2(1.f, -0.f)
+__device__ __forceinline__ float2 load_turn(const Params& p, i64 token, int lane) {
+    if (p.positions == nullptr) return NO_TURN;
+    const i64 position = p.wide_positions ? static_cast<const i64*>(p.positions)[token]
+                                          : static_cast<const int*>(p.positions)[token];
+    if (static_cast<u64>(position) >= static_cast<u64>(p.num_positions)) return NO_TURN;
+    const float* row = p.cos_sin + position * p.cos_sin_stride;
+    return make_float2(row[lane], row[lane + 32]);
+}
+__device__ __forceinline__ void turn_back(float2 turn, float& even, float& odd) {
+    if (turn.x == 1.f && __float_as_uint(turn.y) == 0x80000000u) return;
+    const float x = even, y = odd;
+    even = x * turn.x + y * turn.y + 0.f, odd = y * turn.x - x * turn.y + 0.f;  // 0, never -0
+}
+
 __device__ __forceinline__ u32 smem_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
+// Keeps a pointer whole, so that an offset is added to it in one instruction, not to its parts.
+__device__ __forceinline__ void hold(const u8*& pointer) { asm("" : "+l"(pointer)); }
+
 // Copies that fill with zeros what is not valid.
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -88,8 +126,8 @@ __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
 // Two e4m3, of either half of a word, to two f16.
 __device__ __forceinline__ u32 e4m3_to_f16(u32 word, bool high) {
     u32 d;
-    u16 half = static_cast<u16>(high ? word >> 16 : word);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(half));
+    if (high) asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(d) : "r"(word));
+    else asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(d) : "r"(word));
     return d;
 }
 __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
@@ -122,11 +160,21 @@ __device__ __forceinline__ float ue8m0(u32 code) {
 }
 // Before the tensor cores or a bulk copy read what this thread has written to shared memory.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void init_barrier(u64& barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)), "r"(count) : "memory");
+// A barrier that so many warps arrive at, once per phase.
+__device__ __forceinline__ void init_barrier(u64& barrier, u32 warps) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)), "r"(warps * LANES_THAT_ARRIVE)
+                 : "memory");
 }
-__device__ __forceinline__ void arrive(u64& barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&barrier)) : "memory");
+__device__ __forceinline__ void arrive(u64& barrier, int lane) {
+    if (lane < LANES_THAT_ARRIVE)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&barrier)) : "memory");
+}
+// A barrier that one thread arrives at, and so many bytes.
+__device__ __forceinline__ void init_bytes_barrier(u64& barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(smem_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void expect_bytes(u64& barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&barrier)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_barrier(u64& barrier, u32 parity) {
     asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

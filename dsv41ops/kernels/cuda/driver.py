@@ -35,13 +35,20 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
         config.hStream = stream
+        kinds = driver.CUlaunchAttributeID
+        # Its CTAs may come while the launch before it ends; the kernels wait for that themselves.
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes = [overlap]
         if cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimensions = attribute.value.clusterDim
+            clusters = driver.CUlaunchAttribute()
+            clusters.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimensions = clusters.value.clusterDim
             dimensions.x, dimensions.y, dimensions.z = cluster, 1, 1
-            attribute.value.clusterDim = dimensions
-            config.attrs, config.numAttrs = [attribute], 1
+            clusters.value.clusterDim = dimensions
+            attributes.append(clusters)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         return Launch(self._function, self._context, config)
 
 

@@ -15,7 +15,8 @@ constexpr int HEADS = 16 * M_TILES;
 constexpr int TILE = 16;                  // rows: a score tile, and the k of one mma over values
 constexpr int HALVES = 8 / VALUE_WARPS;   // slices of 64 output columns per value warp
 constexpr int THREADS = 32 * (SCORE_WARPS + VALUE_WARPS);
-constexpr int COLUMNS = 512 / RANKS;      // of the output, that a CTA of a cluster completes
+constexpr int SLICES = 32;                // of 16 output columns, shared out among the CTAs of a cluster
+constexpr int MOST_SLICES = (SLICES + RANKS - 1) / RANKS;
 constexpr int AHEAD = 2;                  // tiles that a score warp has in flight or in hand
 constexpr float PEAK_SLACK = 1.f;         // probabilities may reach 2^PEAK_SLACK before a rescale
 
@@ -64,9 +65,6 @@ __device__ __forceinline__ void send(u32 to, u32 from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void expect_bytes(u64& barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&barrier)), "r"(bytes) : "memory");
-}
 // All value warps.
 __device__ __forceinline__ void value_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * VALUE_WARPS) : "memory");
@@ -112,14 +110,15 @@ struct Shared {
     float query_factor[HEADS];                   // what queries were divided by, a power of two
     u64 full[SLOTS], empty[SLOTS];
     u64 parts_here;
-    // Peaks and sums of every CTA of the cluster, and their part of this one's columns.
+    // Peaks and sums of every CTA of the cluster, and the others' parts of this one's slices.
     alignas(16) float2 stats[RANKS][HEADS];
-    alignas(16) float2 own_stats[HEADS];
-    alignas(128) float parts[RANKS > 1 ? RANKS : 1][RANKS > 1 ? HEADS : 1][RANKS > 1 ? COLUMNS : 4];
+    alignas(16) float2 turn[32];
+    alignas(128) float parts[max_of(RANKS - 1, 1)][RANKS > 1 ? MOST_SLICES : 1][RANKS > 1 ? HEADS : 1][16];
 };
 __device__ unsigned shared_bytes = sizeof(Shared);
 
-static_assert(RANKS == 1 || HEADS * 512 * 4 <= SLOTS * TILE_BYTES, "the ring holds what is sent");
+constexpr int SLICE_BYTES = HEADS * 16 * sizeof(float);
+static_assert(RANKS == 1 || SLICES * SLICE_BYTES <= SLOTS * TILE_BYTES, "the ring holds what is sent");
 
 // Which 16-byte piece of a row lies where: rows that one instruction reads together never share
 // a bank (rows k and k + 4, and four rows in a run).
@@ -151,8 +150,10 @@ template <int N> __device__ __forceinline__ u32 nibbles(u32 w) {
 template <int R, bool ZERO_FILL>
 __device__ __forceinline__ void copy_rows(const u8* bytes, u32 data, u32 exists, u32 ring, u32 scales, int lane) {
     auto copy = [&](u32 to, int r, int piece) {
-        const u8* from = bytes + static_cast<u64>(__shfl_sync(~0u, data, r)) * 16 + piece * 16;
-        copy16(to, from, !ZERO_FILL || (exists >> r & 1));
+        const u64 row = static_cast<u64>(__shfl_sync(~0u, data, r)) * 16;
+        const u8* from = bytes + piece * 16;
+        if (R != 584) hold(from);  // value warps of 584-byte rows have no registers to spare
+        copy16(to, R == 584 ? bytes + row + piece * 16 : from + row, !ZERO_FILL || (exists >> r & 1));
     };
     if constexpr (R == 288) {
         const int odd = lane >> 4, piece = lane & 15;
@@ -778,6 +779,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     const i64 token = unit / p.head_groups;
     const int first_head = unit % p.head_groups * HEADS;
     const int heads_left = p.num_heads - first_head;
+    const int first_slice = SLICES * rank / RANKS, last_slice = SLICES * (rank + 1) / RANKS;
 
     // Shares by widths, not lengths: the first indices need not wait for the lengths.
     const int swa_tiles = (p.swa.width + TILE - 1) / TILE;
@@ -788,6 +790,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     work.swa_first = min(begin, swa_tiles), work.swa_count = min(end, swa_tiles) - work.swa_first;
     work.topk_first = max(begin - swa_tiles, 0), work.topk_count = max(end - swa_tiles, 0) - work.topk_first;
     const int score_warp = thread >> 5;
+    follow_launch(CTAS_PER_SM == 1);
     bool guess_in_swa[AHEAD];
     int guess[AHEAD], first_indices[AHEAD];
 #pragma unroll
@@ -806,9 +809,9 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         for (int slot = 0; slot < SLOTS; ++slot)
             init_barrier(sh.full[slot], 1), init_barrier(sh.empty[slot], VALUE_WARPS);
         if (RANKS > 1) {
-            init_barrier(sh.parts_here, 1);
+            init_bytes_barrier(sh.parts_here);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            expect_bytes(sh.parts_here, sizeof(sh.stats) + sizeof(sh.parts));
+            expect_bytes(sh.parts_here, (RANKS - 1) * (sizeof(sh.stats[0]) + (last_slice - first_slice) * SLICE_BYTES));
         }
     }
     __syncthreads();
@@ -900,7 +903,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
                     if (q == 0) sh.tops[slot][head] = top;
                 }
             __syncwarp();
-            if (lane == 0) arrive(sh.full[slot]);
+            arrive(sh.full[slot], lane);
             exists[0] = exists[1];
             const int coming = i + AHEAD * SCORE_WARPS;
             if (coming < num_tiles) {
@@ -928,7 +931,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     }
 
     auto free_slot = [&](int slot) {
-        if (lane == 0) arrive(sh.empty[slot]);
+        arrive(sh.empty[slot], lane);
     };
     int slot = 0;
     u32 parity = 0;
@@ -979,7 +982,24 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         return make_float2(sum == 0.f ? 0.f : reciprocal(factor), sum == 0.f ? -INF : (top + log2_fast(sum)) * LN2);
     };
 
+    const bool turns = p.positions != nullptr && warp == VALUE_WARPS - 1;  // which has the columns
+    const float2 own_turn = turns ? load_turn(p, blockIdx.x / RANKS / p.head_groups, lane) : NO_TURN;
     if constexpr (RANKS == 1) {
+        if (turns) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int pair = (q * 2 + n) * 4 + i;
+                    const float2 turn = make_float2(__shfl_sync(~0u, own_turn.x, pair), __shfl_sync(~0u, own_turn.y, pair));
+#pragma unroll
+                    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            turn_back(turn, acc[m][HALVES * 8 - 8 + i * 2][half * 2 + n],
+                                      acc[m][HALVES * 8 - 8 + i * 2 + 1][half * 2 + n]);
+                }
+        }
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -1006,46 +1026,51 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         return;
     }
 
-    // Several CTAs: every one sends every other its part of the columns that the other completes,
+    // Several CTAs: every one sends every other its part of the slices that the other completes,
     // with its peaks and sums. The ring holds what is sent: no one reads it any more.
     value_sync();
-    float* sent = reinterpret_cast<float*>(sh.ring);  // [RANKS][HEADS][COLUMNS]
-    auto place_of = [](int head, int unit) { return unit ^ (unit >> 2 & 3) ^ (head & 1); };  // of 4 columns
+    u8* sent = sh.ring[0];
+    // Where four columns of a head lie in parts, so that neither those who write fragments nor those
+    // who read rows meet in a bank.
+    auto place_of = [](int slice, int head, int four) {
+        return ((slice * HEADS + (head ^ (slice & 1))) * 4 + (four ^ (slice & 3))) * 16;
+    };
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int head = m * 16 + half * 8 + g;
-            if (warp == 0 && q == 0) sh.own_stats[head] = make_float2(peak[m][half], total[m][half]);
+            if (warp == 0 && q == 0) sh.stats[rank][head] = make_float2(peak[m][half], total[m][half]);
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h) {
-                const int column = (warp * HALVES + h) * 64;
-                float4* to = reinterpret_cast<float4*>(sent + (column / COLUMNS * HEADS + head) * COLUMNS);
+            for (int h = 0; h < HALVES; ++h)
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        to[place_of(head, column % COLUMNS / 4 + (q * 2 + n) * 2 + i)] =
+                        *reinterpret_cast<float4*>(sent + place_of((warp * HALVES + h) * 4 + q, head, n * 2 + i)) =
                             make_float4(acc[m][h * 8 + i * 4][half * 2 + n], acc[m][h * 8 + i * 4 + 1][half * 2 + n],
                                         acc[m][h * 8 + i * 4 + 2][half * 2 + n], acc[m][h * 8 + i * 4 + 3][half * 2 + n]);
-            }
         }
+    if (turns) sh.turn[lane] = own_turn;
     publish();
     value_sync();
     static_assert(RANKS <= VALUE_WARPS, "a warp for every receiver");
-    if (warp < RANKS && lane == 0) {
+    if (warp < RANKS && warp != rank && lane == 0) {
         const u32 barrier = remote(smem_address(&sh.parts_here), warp);
-        send(remote(smem_address(sh.parts[rank]), warp), smem_address(sent + warp * HEADS * COLUMNS),
-             HEADS * COLUMNS * sizeof(float), barrier);
-        send(remote(smem_address(sh.stats[rank]), warp), smem_address(sh.own_stats), sizeof(sh.own_stats), barrier);
+        const int first = SLICES * warp / RANKS, last = SLICES * (warp + 1) / RANKS;
+        send(remote(smem_address(sh.parts[rank - (rank > warp)]), warp), smem_address(sent + first * SLICE_BYTES),
+             (last - first) * SLICE_BYTES, barrier);
+        send(remote(smem_address(sh.stats[rank]), warp), smem_address(sh.stats[rank]), sizeof(sh.stats[0]), barrier);
     }
     __syncwarp();
     wait_barrier(sh.parts_here, 0);
     cluster_arrive();
-    constexpr int UNITS = COLUMNS / 4;
+    const int fours = (last_slice - first_slice) * 4;
 #pragma unroll 1
-    for (int i = warp * 32 + lane; i < min(heads_left, HEADS) * UNITS; i += 32 * VALUE_WARPS) {
-        const int head = i / UNITS, unit = i % UNITS;
+    for (int i = warp * 32 + lane; i < min(heads_left, HEADS) * fours; i += 32 * VALUE_WARPS) {
+        const int head = i / fours, four = i - head * fours;
+        const int slice = first_slice + (four >> 2);
+        const int at = place_of(slice, head, four & 3);
         float2 stats[RANKS];
         float4 part[RANKS];
         float top = NO_PEAK, sum = 0.f;
@@ -1053,7 +1078,8 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         for (int r = 0; r < RANKS; ++r) {
             stats[r] = sh.stats[r][head];
             top = fmaxf(top, stats[r].x);
-            part[r] = reinterpret_cast<const float4*>(sh.parts[r][head])[place_of(head, unit)];
+            const u8* from = r == rank ? sent : reinterpret_cast<const u8*>(sh.parts[r - (r > rank)]) - first_slice * SLICE_BYTES;
+            part[r] = *reinterpret_cast<const float4*>(from + at);
         }
         float4 out = {};
 #pragma unroll
@@ -1064,12 +1090,16 @@ sparse_mla_decode(const __grid_constant__ Params p) {
             out.z += part[r].z * weight, out.w += part[r].w * weight;
         }
         const float2 end = finish(head, top, sum);
-        if (rank == 0 && unit == 0)
+        if (rank == 0 && four == 0)
             p.lse[token * p.lse_token_stride + (first_head + head) * p.lse_head_stride] = end.y;
-        u16* to = p.out + token * p.out_token_stride + (first_head + head) * p.out_head_stride +
-                  rank * COLUMNS + unit * 4;
-        *reinterpret_cast<uint2*>(to) =
-            make_uint2(to_bf16x2(out.x * end.x, out.y * end.x), to_bf16x2(out.z * end.x, out.w * end.x));
+        out.x *= end.x, out.y *= end.x, out.z *= end.x, out.w *= end.x;
+        const int column = slice * 16 + (four & 3) * 4;
+        if (p.positions != nullptr && column >= 448) {
+            turn_back(sh.turn[(column - 448) / 2], out.x, out.y);
+            turn_back(sh.turn[(column - 448) / 2 + 1], out.z, out.w);
+        }
+        u16* to = p.out + token * p.out_token_stride + (first_head + head) * p.out_head_stride + column;
+        *reinterpret_cast<uint2*>(to) = make_uint2(to_bf16x2(out.x, out.y), to_bf16x2(out.z, out.w));
     }
     cluster_wait();
 }

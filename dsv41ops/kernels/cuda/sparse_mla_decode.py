@@ -45,6 +45,8 @@ def launch_sparse_mla_decode(
     attn_sink: Tensor | None,
     softmax_scale: float,
     batch_invariant: bool,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -87,6 +89,7 @@ def launch_sparse_mla_decode(
         *results,
         lse.data_ptr(),
         *lse.stride(),
+        *_rotation(positions, cos_sin),
         num_heads,
         head_groups,
         softmax_scale * LOG2_E,
@@ -101,6 +104,18 @@ def launch_sparse_mla_decode(
 def _rows(rows: Tensor) -> tuple[int, int, int]:
     token_stride, head_stride, _ = rows.stride()
     return rows.data_ptr(), token_stride, head_stride
+
+
+def _rotation(positions: Tensor | None, cos_sin: Tensor | None) -> tuple[int, ...]:
+    if positions is None:
+        return 0, 0, 0, 0, False
+    return (
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        cos_sin.stride(0),
+        cos_sin.shape[0],
+        positions.dtype is torch.int64,
+    )
 
 
 def _aligned(address: int, token_stride: int, head_stride: int) -> bool:

@@ -40,6 +40,7 @@ struct Shared {
     alignas(16) int slots[PRODUCER_WARPS][4][WARP_ROWS];
     alignas(16) float fade[HEADS];                  // what older blocks are multiplied by
     float factor[HEADS];                            // of the finished output
+    alignas(16) float2 turn[32];                    // and its rotation
     alignas(16) u32 row_mask[STAGES][PRODUCER_WARPS];  // rows that exist
     u32 rescale;                                    // the last block that older ones fade for
     u32 unfit[BUSY];                                // f16 does not hold a number of that unit
@@ -54,6 +55,12 @@ static_assert(sizeof(Shared) <= 232448, "shared memory of an SM");
 __device__ __forceinline__ void store16(u32 address, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
+}
+__device__ __forceinline__ uint4 load16(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address)
+                 : "memory");
+    return v;
 }
 template <int N> __device__ __forceinline__ void raise_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -146,6 +153,8 @@ __device__ __forceinline__ Rows find_rows(const Pool& pool, int slot, int lane) 
 // Rows first .. first + BATCH - 1 of the warp into the ring; ones that do not exist become zeros.
 template <int R, bool ZERO_FILL>
 __device__ __forceinline__ void copy_rows(const Pool& pool, const Rows& rows, int first, u32 ring, int lane) {
+    const u8* bytes = pool.bytes + lane * 16;
+    hold(bytes);
     auto source = [&](int r) { return pool.bytes + static_cast<u64>(__shfl_sync(~0u, rows.data, first + r)) * 16; };
     auto there = [&](int r) { return !ZERO_FILL || (rows.exists >> (first + r) & 1); };
     if constexpr (R == 288) {
@@ -160,7 +169,8 @@ __device__ __forceinline__ void copy_rows(const Pool& pool, const Rows& rows, in
     } else {
 #pragma unroll
         for (int r = 0; r < BATCH; ++r)
-            copy16(ring + r * RING_PITCH + lane * 16, source(r) + lane * 16, there(r));
+            copy16(ring + r * RING_PITCH + lane * 16, bytes + static_cast<u64>(__shfl_sync(~0u, rows.data, first + r)) * 16,
+                   there(r));
         const int own = (R == 584 ? lane >> 2 : lane) & (BATCH - 1);
         const u8* from = source(own);
         if constexpr (R == 528) {
@@ -191,9 +201,18 @@ __device__ __forceinline__ bool bf16_to_f16(u32 word, u32& to) {
     return !(fabsf(low) < 65000.f) || !(fabsf(high) < 65000.f);
 }
 
-__device__ __forceinline__ u32 nibble_pair(u32 byte) {  // two e2m1 to f16, times 2^-14
-    const u32 spread = (byte & 0x0f) | (byte & 0xf0) << 12;
-    return (spread << 9 & 0x0e000e00u) | (spread << 12 & 0x80008000u);
+// Eight e2m1 to f16, in order. The upper byte of their f16 is looked up by the magnitude, the lower
+// one is 0.
+__device__ __forceinline__ void e2m1_to_f16(u32 word, u32 (&to)[4]) {
+    const u32 even = word << 4;  // signs at the top of bytes: of odd elements in word, of even ones here
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 bytes = __byte_perm(0x3e3c3800u, 0x46444240u, (half ? word >> 16 : word) & 0x7777u);
+        u32 signs;  // selectors from 8 on spread a byte's top bit
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(even), "r"(word), "r"(half ? 0xfbea : 0xd9c8));
+        bytes |= signs & 0x80808080u;
+        to[half * 2] = __byte_perm(bytes, 0, 0x1404), to[half * 2 + 1] = __byte_perm(bytes, 0, 0x3424);
+    }
 }
 
 // What a lane takes of a batch out of the ring: columns 16 lane .. 16 lane + 15 of every row, the
@@ -201,7 +220,7 @@ __device__ __forceinline__ u32 nibble_pair(u32 byte) {  // two e2m1 to f16, time
 struct Batch {
     uint2 first[BATCH], second[BATCH];
     u32 code[BATCH];  // of the scale
-    uint4 rest;       // of 584-byte rows: the second half of their bf16 part, a piece per lane
+    uint4 rest;       // of 584-byte rows: a piece of a bf16 part, eight lanes a row
 };
 
 template <int R>
@@ -220,64 +239,69 @@ __device__ __forceinline__ void take_rows(const u8 (&ring)[BATCH][RING_PITCH], i
             batch.code[r] = R == 584 ? ring[r][576 + (lane >> 2)] : ring[r][512 + (lane >> 1)];
         }
     }
+    static_assert(BATCH == 4, "eight lanes a row");
     if constexpr (R == 584)
-        batch.rest = *reinterpret_cast<const uint4*>(&ring[0][0] + (lane >> 2 & (BATCH - 1)) * RING_PITCH + 512 + (lane & 3) * 16);
+        batch.rest = *reinterpret_cast<const uint4*>(&ring[0][0] + (lane >> 3) * RING_PITCH + 448 + (lane & 7) * 16);
+}
+
+// Codes of scales that f16 does not hold: harmless if nothing but zeros has them, as in a row that
+// does not exist. True if something else has.
+__device__ __forceinline__ bool excuse_zeros(Batch& batch) {
+    bool unfit = false;
+#pragma unroll
+    for (int r = 0; r < BATCH; ++r) {
+        const u32 bits = batch.first[r].x | batch.first[r].y | batch.second[r].x | batch.second[r].y;
+        if ((bits & 0x7f7f7f7fu) == 0 && batch.code[r] != 255) batch.code[r] = 127;
+        unfit |= batch.code[r] - 113u > 21u;
+    }
+    return unfit;
 }
 
 // A batch as f16 into a stage, rows `row` and following. True if f16 does not hold one of this
 // lane's numbers. `at`: where the lane's first piece of row 0 goes; row r of eight turns its
 // pieces by r.
 template <int R>
-__device__ __forceinline__ bool store_rows(const Batch& batch, u32 stage, u32 at, int row, int lane) {
+__device__ __forceinline__ bool store_rows(Batch& batch, u32 stage, u32 at, int row, int lane) {
     bool unfit = false;
-    const bool is_bf16 = R == 584 && lane >= 28;
+    const bool has_columns = R != 584 || lane < 28;
+    if constexpr (R != 288) {
+        bool outside = false;
+#pragma unroll
+        for (int r = 0; r < BATCH; ++r) outside |= batch.code[r] - 113u > 21u;
+        if (__any_sync(~0u, outside && has_columns)) unfit = excuse_zeros(batch) && has_columns;
+    }
 #pragma unroll
     for (int r = 0; r < BATCH; ++r) {
         const int turn = (row + r) & 7;
         const u32 to = (at ^ turn * 16) + (row + r) * 128;
-        uint4 first, second;
-        if (is_bf16) {
-            // Pieces 28 .. 31 of the row: the first half of its bf16 part. They do not swap.
-            unfit |= bf16_to_f16(batch.first[r].x, first.x), unfit |= bf16_to_f16(batch.first[r].y, first.y);
-            unfit |= bf16_to_f16(batch.second[r].x, first.z), unfit |= bf16_to_f16(batch.second[r].y, first.w);
-            store16(to, first);
-            continue;
-        }
-        u32 code = batch.code[r];
+        u32 first[4], second[4];
         if constexpr (R == 288) {
-            const u32 scale = __byte_perm(e4m3_to_f16(code, false), 0, 0x1010);
-            auto four = [&](u32 word, u32& a, u32& b, u32& c, u32& d) {
-                a = mul_f16x2(mul_f16x2(nibble_pair(word & 255), 0x74007400u), scale);
-                b = mul_f16x2(mul_f16x2(nibble_pair(word >> 8 & 255), 0x74007400u), scale);
-                c = mul_f16x2(mul_f16x2(nibble_pair(word >> 16 & 255), 0x74007400u), scale);
-                d = mul_f16x2(mul_f16x2(nibble_pair(word >> 24), 0x74007400u), scale);
-            };
-            four(batch.first[r].x, first.x, first.y, first.z, first.w);
-            four(batch.second[r].x, second.x, second.y, second.z, second.w);
+            const u32 scale = __byte_perm(e4m3_to_f16(batch.code[r], false), 0, 0x1010);
+            e2m1_to_f16(batch.first[r].x, first), e2m1_to_f16(batch.second[r].x, second);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) first[i] = mul_f16x2(first[i], scale), second[i] = mul_f16x2(second[i], scale);
         } else {
-            // Nothing but zeros, as in a row that does not exist: any scale but NaN will do.
-            const u32 bits = batch.first[r].x | batch.first[r].y | batch.second[r].x | batch.second[r].y;
-            if ((bits & 0x7f7f7f7fu) == 0 && code != 255) code = 127;
-            unfit |= code - 113u > 21u;
-            const u32 scale = __byte_perm((code - 112) << 10, 0, 0x1010);
-            first.x = mul_f16x2(e4m3_to_f16(batch.first[r].x, false), scale);
-            first.y = mul_f16x2(e4m3_to_f16(batch.first[r].x, true), scale);
-            first.z = mul_f16x2(e4m3_to_f16(batch.first[r].y, false), scale);
-            first.w = mul_f16x2(e4m3_to_f16(batch.first[r].y, true), scale);
-            second.x = mul_f16x2(e4m3_to_f16(batch.second[r].x, false), scale);
-            second.y = mul_f16x2(e4m3_to_f16(batch.second[r].x, true), scale);
-            second.z = mul_f16x2(e4m3_to_f16(batch.second[r].y, false), scale);
-            second.w = mul_f16x2(e4m3_to_f16(batch.second[r].y, true), scale);
+            const u32 scale = batch.code[r] * 0x04000400u - 112u * 0x04000400u;  // 2^(code - 127), twice
+            first[0] = mul_f16x2(e4m3_to_f16(batch.first[r].x, false), scale);
+            first[1] = mul_f16x2(e4m3_to_f16(batch.first[r].x, true), scale);
+            first[2] = mul_f16x2(e4m3_to_f16(batch.first[r].y, false), scale);
+            first[3] = mul_f16x2(e4m3_to_f16(batch.first[r].y, true), scale);
+            second[0] = mul_f16x2(e4m3_to_f16(batch.second[r].x, false), scale);
+            second[1] = mul_f16x2(e4m3_to_f16(batch.second[r].x, true), scale);
+            second[2] = mul_f16x2(e4m3_to_f16(batch.second[r].y, false), scale);
+            second[3] = mul_f16x2(e4m3_to_f16(batch.second[r].y, true), scale);
         }
-        store16(to, first);
-        store16(to ^ 16, second);
+        if (has_columns) {
+            store16(to, make_uint4(first[0], first[1], first[2], first[3]));
+            store16(to ^ 16, make_uint4(second[0], second[1], second[2], second[3]));
+        }
     }
     if constexpr (R == 584) {
-        const int own = row + (lane >> 2 & (BATCH - 1));
+        const int own = row + (lane >> 3);
         uint4 v;
         unfit |= bf16_to_f16(batch.rest.x, v.x), unfit |= bf16_to_f16(batch.rest.y, v.y);
         unfit |= bf16_to_f16(batch.rest.z, v.z), unfit |= bf16_to_f16(batch.rest.w, v.w);
-        if (lane < 4 * BATCH) store16(stage + 7 * (BLOCK * 128) + own * 128 + (((lane & 3) + 4) ^ (own & 7)) * 16, v);
+        store16(stage + 7 * (BLOCK * 128) + own * 128 + ((lane & 7) ^ (own & 7)) * 16, v);
     }
     return unfit;
 }
@@ -340,8 +364,7 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
         }
         commit();
     };
-    const bool is_bf16 = SWA_RECORD == 584 && lane >= 28;
-    const int swap = is_bf16 ? 0 : lane >> 2 & 1;
+    const int swap = lane >> 2 & 1;
     auto take = [&](const Block& block, int place, Batch& batch) {
         wait_group<BATCHES - 1>();
         __syncwarp();
@@ -364,8 +387,7 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
     for (int count = 0; now.more; ++count) {
         const int stage = count % STAGES;
         const u32 base = smem_address(sh.rows[stage]) + warp * WARP_ROWS * 128;
-        const u32 at = is_bf16 ? base + 7 * (BLOCK * 128) + (lane - 28) * 16
-                               : base + (lane >> 2) * (BLOCK * 128) + (lane & 3) * 32 + swap * 16;
+        const u32 at = base + (lane >> 2) * (BLOCK * 128) + (lane & 3) * 32 + swap * 16;
         const u32 exists = rows.exists;
         if (count >= STAGES) wait_barrier(sh.rows_empty[stage], (count / STAGES - 1) & 1);
         bool unfit = false;
@@ -387,7 +409,7 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
         if (unfit) sh.unfit[now.busy % BUSY] = 1;
         publish();
         __syncwarp();
-        if (lane == 0) arrive(sh.rows_full[stage]);
+        arrive(sh.rows_full[stage], lane);
         now = next, next = last;
     }
     wait_group<0>();
@@ -397,42 +419,61 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
 
 __device__ __forceinline__ void score_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
+__device__ __forceinline__ int blocks_of(const Params& p, int number) {
+    return number < p.num_units ? Unit(p, number).num_blocks : 0;
+}
+
+// A thread's pieces of the queries, 16 bytes each, and where they lie: [head, column] in the layout of
+// a stage. It turns the bf16 that it copied there into f16, in place.
+template <int UNROLL, typename F>
+__device__ __forceinline__ void for_query_pieces(Shared& sh, int thread, F&& f) {
+    const int piece = thread & 63;
+#pragma unroll UNROLL
+    for (int head = thread >> 6; head < HEADS; head += 2)
+        f(head, piece, smem_address(sh.query[piece >> 3]) + head * 128 + (((piece & 7) ^ (head & 7)) << 4));
+}
+
+__device__ __forceinline__ void copy_queries(Shared& sh, const Params& p, int number, int thread) {
+    if (number < p.num_units) {
+        const int token = number / p.head_groups, first_head = number % p.head_groups * HEADS;
+        const u16* from = p.q + token * p.q_token_stride + first_head * p.q_head_stride;
+        for_query_pieces<2>(sh, thread, [&](int head, int piece, u32 to) {
+            const bool there = first_head + head < p.num_heads;
+            copy16(to, reinterpret_cast<const u8*>(from + (there ? head * p.q_head_stride : 0) + piece * 8), there);
+        });
+    }
+    commit();
+}
+
+// True if f16 does not hold one of them.
+__device__ __forceinline__ bool convert_queries(Shared& sh, int thread) {
+    bool unfit = false;
+    for_query_pieces<4>(sh, thread, [&](int, int, u32 at) {
+        const uint4 v = load16(at);
+        u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float low = __uint_as_float(words[k] << 16) * QUERY_SCALE;
+            const float high = __uint_as_float(words[k] & 0xffff0000u) * QUERY_SCALE;
+            unfit |= !(fabsf(low) < 65000.f) || !(fabsf(high) < 65000.f);
+            words[k] = to_f16x2(low, high);
+        }
+        store16(at, make_uint4(words[0], words[1], words[2], words[3]));
+    });
+    return unfit;
+}
+
 __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int lane) {
     const int thread = warp * 32 + lane;
     int count = 0, nth = 0, busy = 0;
-    for (int number = blockIdx.x; number < p.num_units; number += gridDim.x, ++nth) {
-        const Unit unit(p, number);
-        const int heads_left = p.num_heads - unit.first_head;
-        // Queries: f16 [head, column], the layout of a stage. All scores of the last unit are done.
-        const u16* queries = p.q + unit.token * p.q_token_stride + unit.first_head * p.q_head_stride;
-        bool unfit = false;
-        if (unit.num_blocks > 0) {
+    int next_blocks = blocks_of(p, blockIdx.x);
+    copy_queries(sh, p, blockIdx.x, thread);
 #pragma unroll 1
-            for (int i = 0; i < 4; ++i) {
-                uint4 v[8];
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const int head = i * 16 + j * 2 + (thread >> 6), piece = thread & 63;
-                    v[j] = head < heads_left
-                        ? *reinterpret_cast<const uint4*>(queries + head * p.q_head_stride + piece * 8)
-                        : make_uint4(0, 0, 0, 0);
-                }
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const int head = i * 16 + j * 2 + (thread >> 6), piece = thread & 63;
-                    u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        const float low = __uint_as_float(words[k] << 16) * QUERY_SCALE;
-                        const float high = __uint_as_float(words[k] & 0xffff0000u) * QUERY_SCALE;
-                        unfit |= !(fabsf(low) < 65000.f) || !(fabsf(high) < 65000.f);
-                        words[k] = to_f16x2(low, high);
-                    }
-                    *reinterpret_cast<uint4*>(sh.query[piece >> 3] + head * 128 + (((piece & 7) ^ (head & 7)) << 4)) =
-                        make_uint4(words[0], words[1], words[2], words[3]);
-                }
-            }
-            if (unfit) sh.unfit[busy % BUSY] = 1;
+    for (int number = blockIdx.x; number < p.num_units; number += gridDim.x, ++nth) {
+        const int num_blocks = next_blocks;
+        wait_group<0>();
+        if (num_blocks > 0) {
+            if (convert_queries(sh, thread)) sh.unfit[busy % BUSY] = 1;
             ++busy;
             publish();
             score_sync();
@@ -442,7 +483,7 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
         const u64 query = descriptor(smem_address(sh.query), 16);
         const u64 stages[STAGES] = {descriptor(smem_address(sh.rows[0]), 16), descriptor(smem_address(sh.rows[1]), 16)};
 #pragma unroll 1
-        for (int block = 0; block < unit.num_blocks; ++block, ++count) {
+        for (int block = 0; block < num_blocks; ++block, ++count) {
             const int stage = count % STAGES;
             wait_barrier(sh.rows_full[stage], count / STAGES & 1);
             float s[32];
@@ -454,7 +495,14 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
                 wgmma_scores(s, query + at, rows + at, k > 0);
             }
             wgmma_commit();
+            // What the next unit needs: its lengths while the first block is multiplied, its queries
+            // when the last one is.
+            if (block == 0) next_blocks = blocks_of(p, number + gridDim.x);
             wgmma_wait();
+            if (block == num_blocks - 1) {
+                score_sync();  // no warp overwrites queries that another still multiplies
+                copy_queries(sh, p, number + gridDim.x, thread);
+            }
             // Row 16 w + n of the block: bit n of mask w.
             const uint4 there = *reinterpret_cast<const uint4*>(sh.row_mask[stage]);
             const u32 masks[4] = {there.x, there.y, there.z, there.w};
@@ -506,9 +554,13 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
                                to_f16x2(s[j * 4 + 4], s[j * 4 + 5]), to_f16x2(s[j * 4 + 6], s[j * 4 + 7]));
             publish();
             __syncwarp();
-            if (lane == 0) arrive(sh.weights_full);
+            arrive(sh.weights_full, lane);
         }
+        const i64 token = number / p.head_groups;
+        const int first_head = number % p.head_groups * HEADS, heads_left = p.num_heads - first_head;
+        const float2 turn = load_turn(p, token, lane);
         if (nth > 0) wait_barrier(sh.unit_taken, (nth - 1) & 1);
+        if (warp == 0) sh.turn[lane] = turn;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             total[half] += __shfl_xor_sync(~0u, total[half], 1);
@@ -516,15 +568,18 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
             const int head = warp * 16 + half * 8 + (lane >> 2);
             if ((lane & 3) == 0 && head < heads_left) {
                 float sum = total[half];
-                if (p.sink != nullptr) sum += exp2_fast(p.sink[unit.first_head + head] * LOG2E - peak[half]);
+                if (p.sink != nullptr) sum += exp2_fast(p.sink[first_head + head] * LOG2E - peak[half]);
                 sh.factor[head] = total[half] == 0.f ? 0.f : reciprocal(sum);
-                p.lse[unit.token * p.lse_token_stride + (unit.first_head + head) * p.lse_head_stride] =
+                p.lse[token * p.lse_token_stride + (first_head + head) * p.lse_head_stride] =
                     total[half] == 0.f ? -INF : (peak[half] + log2_fast(total[half])) * LN2;
             }
         }
         __syncwarp();
-        if (lane == 0) arrive(sh.unit_done);
-        score_sync();  // no warp overwrites queries that another still multiplies
+        arrive(sh.unit_done, lane);
+        if (num_blocks == 0) {
+            next_blocks = blocks_of(p, number + gridDim.x);
+            copy_queries(sh, p, number + gridDim.x, thread);
+        }
     }
 }
 
@@ -554,13 +609,18 @@ __device__ __forceinline__ void read_row(const Pool& pool, u32 slot, int lane, f
                                   : start[row * 528 + 512 + (lane >> 1)];
         scale = ue8m0(code);
     }
+    u32 pairs[2][4];
+    if (R == 288) {
+        e2m1_to_f16(reinterpret_cast<const u32*>(from)[0], pairs[0]);
+        e2m1_to_f16(reinterpret_cast<const u32*>(from)[1], pairs[1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] = e4m3_to_f16(reinterpret_cast<const u16*>(from)[i], false);
+    }
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
-        u32 pair;
-        if (R == 288) pair = mul_f16x2(nibble_pair(from[i / 2]), 0x74007400u);
-        else pair = e4m3_to_f16(reinterpret_cast<const u16*>(from)[i / 2], false);
         asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;}"
-            : "=f"(v[i]), "=f"(v[i + 1]) : "r"(pair));
+            : "=f"(v[i]), "=f"(v[i + 1]) : "r"(pairs[i / 8][i / 2 % 4]));
         v[i] *= scale, v[i + 1] *= scale;
     }
 }
@@ -595,6 +655,15 @@ __device__ __forceinline__ void attend_slowly(const Params& p, int number, int w
         float sum = total;
         if (p.sink != nullptr) sum += exp2_fast(p.sink[head] * LOG2E - peak);
         const float factor = total == 0.f ? 0.f : 1.f / sum;
+        const float2 turn = load_turn(p, unit.token, lane);
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            // Lanes 28 to 31 have the last 64 columns, a pair of them per step.
+            const int pair = ((lane & 3) << 3) + j / 2;
+            float2 turns = make_float2(__shfl_sync(~0u, turn.x, pair), __shfl_sync(~0u, turn.y, pair));
+            if (lane < 28) turns = NO_TURN;
+            turn_back(turns, acc[j], acc[j + 1]);
+        }
         u32* to = reinterpret_cast<u32*>(p.out + unit.token * p.out_token_stride + head * p.out_head_stride + lane * 16);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) to[j / 2] = to_bf16x2(acc[j] * factor, acc[j + 1] * factor);
@@ -654,25 +723,34 @@ __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int
             wgmma_commit();
             wgmma_wait();
             __syncwarp();
-            if (lane == 0) arrive(sh.rows_empty[stage]), arrive(sh.weights_empty);
+            arrive(sh.rows_empty[stage], lane), arrive(sh.weights_empty, lane);
         }
         wait_barrier(sh.unit_done, nth & 1);
         const int slot = busy % BUSY;
         busy += unit.num_blocks > 0;
         const bool unfit = unit.num_blocks > 0 && sh.unfit[slot] != 0;
         const float factor[2] = {sh.factor[head], sh.factor[head + 8]};
+        const int q = lane & 3;
+        if (p.positions != nullptr && group == 1) {
+#pragma unroll
+            for (int j = 8; j < 16; ++j) {  // the last 64 columns
+                const float2 turn = sh.turn[(j - 8) * 4 + q];
+                turn_back(turn, acc[1][j * 4], acc[1][j * 4 + 1]);
+                turn_back(turn, acc[1][j * 4 + 2], acc[1][j * 4 + 3]);
+            }
+        }
         if (unfit) {
             value_sync();
             if (warp == 0 && lane == 0) sh.unfit[slot] = 0;
             value_sync();
         }
-        if (lane == 0) arrive(sh.unit_taken);
+        __syncwarp();
+        arrive(sh.unit_taken, lane);
         if (unfit) {
             attend_slowly(p, number, warp, lane);
             continue;
         }
         // A quad has two columns each of 8: four such pieces change hands, so that a lane stores 16 bytes.
-        const int q = lane & 3;
         u16* out = p.out + unit.token * p.out_token_stride + (unit.first_head + head) * p.out_head_stride +
                    group * 256 + q * 8;
 #pragma unroll
@@ -711,6 +789,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    follow_launch(true);
     if (warp < VALUE_WARPS) {
         raise_registers<VALUE_REGISTERS>();
         weigh(sh, p, warp, lane);

@@ -106,6 +106,8 @@ def launch_sparse_mla_decode(
     attn_sink: Tensor | None,
     softmax_scale: float,
     batch_invariant: bool,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,

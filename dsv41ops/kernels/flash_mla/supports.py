@@ -15,6 +15,8 @@ def supports(problem: DecodeProblem) -> str | None:
         return f"has kernels for {name} in both caches only, these are {problem.records}"
     if problem.batch_invariant:
         return "batch_invariant: how it splits a row follows the batch"
+    if problem.rope:
+        return "positions and cos_sin: it does not rotate its output"
     if not problem.softmax_scale > 0:
         return "softmax_scale: its mask needs one above 0"
     if problem.empty_pool:

@@ -214,6 +214,12 @@ def bf16_to_f32(value):
 
 
 @triton.jit
+def to_f32(value):
+    """A value of a tensor that may be bf16 or f32."""
+    return bf16_to_f32(value) if value.dtype == tl.bfloat16 else value
+
+
+@triton.jit
 def f32_to_bf16(value):
     """Rounded to nearest even; NaN becomes the plain one."""
     bits = value.to(tl.int32, bitcast=True)

@@ -22,7 +22,8 @@ from dsv41ops.configs import (
 )
 from dsv41ops.kernels.device import sms_and_capability
 from dsv41ops.kernels.triton.common import kernel
-from dsv41ops.kernels.triton.records import INTERPRETED, load_columns, to_bf16
+from dsv41ops.kernels.triton.records import INTERPRETED, ROPE_START, load_columns, to_bf16
+from dsv41ops.kernels.triton.rope import find_row, rotate
 from dsv41ops.layouts import HEAD_DIM
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -56,6 +57,17 @@ def _finish(peak, total, attn_sink_ptr, head, head_mask):
         sink = tl.load(attn_sink_ptr + head, mask=head_mask, other=0.0)
         factor = factor / (1.0 + tl.exp(sink - lse))
     return tl.where(empty, 0.0, factor), lse
+
+
+@triton.jit
+def _rotate_back(
+    values, column, empty, token, positions_ptr, cos_sin_ptr, num_positions, cos_sin_stride
+):
+    """``[N, M]`` of one token's output from ``column`` on; 0, not -0, where a row is ``empty``."""
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos_sin_row, known = find_row(cos_sin_ptr, cos_sin_stride, num_positions, position)
+    pair = (column - ROPE_START) // 2 + tl.arange(0, values.shape[1] // 2)[None, :]
+    return tl.where(empty, 0.0, rotate(values, pair, cos_sin_row, known, True))
 
 
 @triton.jit
@@ -136,8 +148,12 @@ def _sparse_mla_decode_kernel(
     topk_indices_ptr,
     topk_lens_ptr,
     attn_sink_ptr,
+    positions_ptr,
+    cos_sin_ptr,
     scale_log2,
     num_heads,
+    num_positions: tl.int64,
+    cos_sin_stride: tl.int64,
     q_token_stride: tl.int64,
     q_head_stride: tl.int64,
     swa_last_slot,
@@ -169,7 +185,7 @@ def _sparse_mla_decode_kernel(
 
     The blocks up to a token's lengths are divided evenly among the splits. RECORD 0: no compressed
     cache. SPLIT: leaves an f32 accumulator in ``partial``, its maximum (base 2) and sum in
-    ``stats``; otherwise writes ``out`` and ``lse``.
+    ``stats``; otherwise writes ``out``, rotated back if there is a ``cos_sin``, and ``lse``.
     """
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -261,7 +277,13 @@ def _sparse_mla_decode_kernel(
         _store(row_ptrs, to_bf16(acc0 * factor[:, None]), head_mask, 0, 256)
         _store(row_ptrs, to_bf16(acc1 * factor[:, None]), head_mask, 256, 128)
         _store(row_ptrs, to_bf16(acc2 * factor[:, None]), head_mask, 384, 64)
-        _store(row_ptrs, to_bf16(acc3 * factor[:, None]), head_mask, 448, 64)
+        acc3 = acc3 * factor[:, None]
+        if cos_sin_ptr is not None:
+            acc3 = _rotate_back(
+                acc3, 448, (total == 0.0)[:, None], token,
+                positions_ptr, cos_sin_ptr, num_positions, cos_sin_stride,
+            )  # fmt: skip
+        _store(row_ptrs, to_bf16(acc3), head_mask, 448, 64)
 
 
 @kernel
@@ -269,8 +291,12 @@ def _combine_kernel(
     partial_ptr,
     stats_ptr,
     attn_sink_ptr,
+    positions_ptr,
+    cos_sin_ptr,
     num_heads,
     num_splits,
+    num_positions: tl.int64,
+    cos_sin_stride: tl.int64,
     out_token_stride: tl.int64,
     out_head_stride: tl.int64,
     lse_token_stride: tl.int64,
@@ -299,6 +325,12 @@ def _combine_kernel(
     total = tl.sum(weights * totals, 0)
     factor, lse = _finish(peak, total, attn_sink_ptr, head, True)
     out = tl.sum(weights[:, None] * partials, 0) * factor
+    if cos_sin_ptr is not None:
+        rotated = _rotate_back(
+            out[None, :], tl.program_id(1) * COLUMNS, total == 0.0, token,
+            positions_ptr, cos_sin_ptr, num_positions, cos_sin_stride,
+        )  # fmt: skip
+        out = tl.reshape(rotated, [COLUMNS])
     tl.store(out_ptr + token * out_token_stride + head * out_head_stride + column, to_bf16(out))
     if tl.program_id(1) == 0:
         tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse)
@@ -334,6 +366,8 @@ def launch_sparse_mla_decode(
     attn_sink: Tensor | None,
     softmax_scale: float,
     batch_invariant: bool,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -372,8 +406,10 @@ def launch_sparse_mla_decode(
         step = min(num_tokens, max(1, WORKSPACE_BYTES // row_bytes))
         partial = q.new_empty((step, num_heads, splits, HEAD_DIM), dtype=torch.float32)
         stats = q.new_empty((step, num_heads, splits, 2), dtype=torch.float32)
+    table_sizes = (0, 0) if cos_sin is None else (cos_sin.shape[0], cos_sin.stride(0))
     for start in range(0, num_tokens, step):
         part = slice(start, min(start + step, num_tokens))
+        finish = (attn_sink, None if positions is None else positions[part], cos_sin)
         results = (out[part], lse[part])
         strides = (out.stride(0), out.stride(1), lse.stride(0), lse.stride(1))
         _sparse_mla_decode_kernel[((part.stop - start) * head_blocks, splits)](
@@ -384,9 +420,10 @@ def launch_sparse_mla_decode(
             pages,
             None if topk_indices is None else topk_indices[part],
             None if topk_lens is None else topk_lens[part],
-            None if splits > 1 else attn_sink,
+            *((None,) * 3 if splits > 1 else finish),
             softmax_scale * LOG2_E,
             num_heads,
+            *table_sizes,
             q.stride(0),
             q.stride(1),
             swa_last_slot,
@@ -416,9 +453,10 @@ def launch_sparse_mla_decode(
             _combine_kernel[((part.stop - start) * num_heads, HEAD_DIM // COMBINE_COLUMNS)](
                 partial,
                 stats,
-                attn_sink,
+                *finish,
                 num_heads,
                 splits,
+                *table_sizes,
                 *strides,
                 *results,
                 MAX_SPLITS=MAX_SPLITS,

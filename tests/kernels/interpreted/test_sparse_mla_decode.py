@@ -13,7 +13,7 @@ import dsv41ops
 from dsv41ops.configs import DecodeConfig
 from dsv41ops.kernels.triton import sparse_mla_decode as module
 from dsv41ops.reference import attention
-from tests.decode_calls import Call, Part, random_call, random_part
+from tests.decode_calls import Call, Part, Rope, random_call, random_part, random_rope
 from tests.reference.test_large_strides import far_apart, untouched
 from tests.support import (
     HEAD_DIM,
@@ -43,16 +43,22 @@ def arguments(call: Call, batch_invariant: bool = False) -> tuple:
     )
 
 
+def rope_arguments(call: Call) -> dict[str, Tensor]:
+    return {} if call.rope is None else call.rope.arguments()
+
+
 def run(call: Call, splits: int | None = None, **options: bool) -> tuple[Tensor, Tensor]:
     """In tiles of 32 rows, so that few rows make several blocks; None: as configured."""
     config = splits and DecodeConfig(16, 32, 4, splits)
-    return module.launch_sparse_mla_decode(*arguments(call, **options), config=config or None)
+    return module.launch_sparse_mla_decode(
+        *arguments(call, **options), **rope_arguments(call), config=config or None
+    )
 
 
 def check(call: Call, splits: int | None = None) -> None:
     out, lse = run(call, splits)
     assert_attention_close(out, lse, *call.exact())
-    expected, expected_lse = attention.sparse_mla_decode(*arguments(call))
+    expected, expected_lse = attention.sparse_mla_decode(*arguments(call), **rope_arguments(call))
     assert_attention_close(out, lse, expected, expected_lse, rtol=6e-3)
     assert torch.equal(out == 0, expected == 0) or call.sink is not None
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
@@ -264,6 +270,42 @@ def test_strided_inputs(splits: int) -> None:
     for buffer, values in zip(buffers, expected, strict=True):
         assert_same_bits(buffer[:3], values)
         assert bool(torch.isnan(buffer[3:]).all())
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("heads", [1, 17])
+def test_rotates_back(heads: int, dtype: torch.dtype, splits: int) -> None:
+    """Positions that the table has and others, and a token without a row; of ``out`` alone."""
+    call = random_call(("fp8_ds_mla", "nvfp4"), 5, heads, CPU)
+    for part in call.parts:
+        part.lens[2] = 0
+    rope = random_rope(5, CPU, dtype)
+    rope.positions[:] = ints([7, -1, 3, 50, 49], CPU, dtype)
+    plain, plain_lse = run(call, splits)
+    turning = replace(call, rope=rope)
+    check(turning, splits)
+    out, lse = run(turning, splits)
+    assert_same_bits(lse, plain_lse)
+    assert_same_bits(out[..., :448], plain[..., :448])
+    assert_same_bits(out[1:4], plain[1:4])
+    assert not bool((out[[0, 4], :, 448:] == plain[[0, 4], :, 448:]).all(-1).any())
+    if dtype == torch.int64:
+        rope.positions[0] = 2**32 + 7
+        assert_same_bits(run(turning, splits)[0][0], plain[0])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rotated_values_are_rounded_once(splits: int) -> None:
+    """A quarter turn swaps the f32 columns, and no rounding shows."""
+    call = random_call(("mxfp8", None), 2, 3, CPU)
+    quarter = torch.cat([torch.zeros(1, 32), torch.ones(1, 32)], 1)
+    plain, _ = run(call, splits)
+    out, _ = run(replace(call, rope=Rope(ints([0, 0], CPU), quarter)), splits)
+    even, odd = plain[..., 448::2], plain[..., 449::2]
+    assert torch.equal(out[..., 448:], torch.stack([odd, -even], -1).flatten(-2))
+    nothing = Rope(ints([0, 0], CPU), quarter[:0])
+    assert_same_bits(run(replace(call, rope=nothing), splits)[0], plain)
 
 
 @pytest.mark.parametrize("record", RECORDS)
