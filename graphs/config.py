@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dsv41ops.layouts import HEAD_DIM, INDEX_HEAD_DIM, ROPE_DIM
+from dsv41ops.nn import YarnScaling
+
 CONFIG_DIR = Path(__file__).parent / "configs"
 RATIOS = (0, 1, 2)
+# What a field's JSON value must be, by the field's annotation.
+KINDS = {"int": "a whole number", "float": "a number", "tuple[int, ...]": "a list of whole numbers"}
+# Widths that the ops are made for.
+WIDTHS = {"head_dim": HEAD_DIM, "qk_rope_head_dim": ROPE_DIM, "index_head_dim": INDEX_HEAD_DIM}
 
 
 class ConfigError(ValueError):
@@ -23,6 +30,12 @@ class RopeScaling:
     beta_fast: float
     beta_slow: float
     original_max_position_embeddings: int
+
+    @property
+    def yarn(self) -> YarnScaling:
+        return YarnScaling(
+            self.factor, self.beta_fast, self.beta_slow, self.original_max_position_embeddings
+        )
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,13 @@ class ModelConfig:
     compress_rope_theta: float
     rope_scaling: RopeScaling
     vocab_size: int
+    dspark_block_size: int = 0  # drafts per step; 0: no draft layers
+    dspark_noise_token_id: int = 0  # stands for a token of a draft block that is not known yet
 
     def __post_init__(self) -> None:
+        for name, width in WIDTHS.items():
+            if getattr(self, name) != width:
+                raise ConfigError(f"{name}: expected {width}, got {getattr(self, name)}")
         if len(self.compress_ratios) < self.num_hidden_layers:
             raise ConfigError(
                 f"compress_ratios: expected at least num_hidden_layers = {self.num_hidden_layers} "
@@ -66,9 +84,44 @@ class ModelConfig:
             for name in ("kv_source_layer_ids", "index_source_layer_ids"):
                 if self._source(name, layer) is None:
                     raise ConfigError(f"{name}: no source at or below layer {layer}")
+        for layer in self.kv_source_layer_ids:
+            if layer not in self.index_source_layer_ids:
+                raise ConfigError(f"index_source_layer_ids: expected kv source {layer} among them")
         for layer in self.index_source_layer_ids:
             if self.ratio(layer) != self.ratio(self.kv_source(layer)):
                 raise ConfigError(f"layer {layer}: its kv source has another compress ratio")
+
+    @property
+    def can_draft(self) -> bool:
+        """Are there draft layers, and a block for them to propose?"""
+        try:
+            self.check_drafts()
+        except ConfigError:
+            return False
+        return True
+
+    def check_drafts(self) -> None:
+        """Raise unless the model can propose drafts. Without them, a model may use only the first
+        layers of its ``compress_ratios``."""
+        if self.dspark_block_size < 1:
+            raise ConfigError(
+                f"dspark_block_size: expected 1 or more for drafts, got {self.dspark_block_size}"
+            )
+        if not self.draft_layers:
+            raise ConfigError(
+                "compress_ratios: expected entries of draft layers after the "
+                f"{self.num_hidden_layers} of the stack, got none"
+            )
+        if not 0 <= self.dspark_noise_token_id < self.vocab_size:
+            raise ConfigError(
+                f"dspark_noise_token_id: expected 0 to {self.vocab_size - 1}, "
+                f"got {self.dspark_noise_token_id}"
+            )
+        for layer in self.draft_layers:
+            if self.ratio(layer):
+                raise ConfigError(
+                    f"compress_ratios: expected 0 for draft layer {layer}, got {self.ratio(layer)}"
+                )
 
     def ratio(self, layer: int) -> int:
         """Compress ratio of a layer; 0 for a window-only layer."""
@@ -78,6 +131,11 @@ class ModelConfig:
     def compressed_layers(self) -> tuple[int, ...]:
         """Layers that read a compressed cache."""
         return tuple(n for n in range(self.num_hidden_layers) if self.ratio(n) > 0)
+
+    @property
+    def draft_layers(self) -> tuple[int, ...]:
+        """Layers after the stack that propose drafts."""
+        return tuple(range(self.num_hidden_layers, len(self.compress_ratios)))
 
     def kv_source(self, layer: int) -> int:
         """Layer whose compressed cache this layer reads."""
@@ -98,17 +156,35 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         """Build from DeepSeek's field names; fields that it does not know are left out."""
-        missing = [field.name for field in fields(cls) if field.name not in values]
-        if missing:
-            raise ConfigError(f"config: missing {', '.join(missing)}")
-        known = {field.name: values[field.name] for field in fields(cls)}
-        known["rope_scaling"] = RopeScaling(
-            **{field.name: known["rope_scaling"][field.name] for field in fields(RopeScaling)}
-        )
-        for name, value in known.items():
-            if isinstance(value, list):
-                known[name] = tuple(value)
-        return cls(**known)
+        known = _known_fields(cls, values, "config")
+        scaling = _known_fields(RopeScaling, known["rope_scaling"], "rope_scaling")
+        return cls(**{**known, "rope_scaling": RopeScaling(**scaling)})
+
+
+def _known_fields(cls: type, values: Any, where: str) -> dict[str, Any]:
+    """The values of a dataclass's fields, each of its kind, and there if it has no default."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a JSON object, got {json.dumps(values)}")
+    missing = [
+        field.name for field in fields(cls) if field.name not in values and field.default is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+    given = [field for field in fields(cls) if field.name in values]
+    known = {field.name: values[field.name] for field in given}
+    for field in given:
+        value, kind = known[field.name], str(field.type)
+        if kind in KINDS and not _is_of_kind(value, kind):
+            raise ConfigError(f"{field.name}: expected {KINDS[kind]}, got {json.dumps(value)}")
+        if isinstance(value, list):
+            known[field.name] = tuple(value)
+    return known
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    if kind == "tuple[int, ...]":
+        return isinstance(value, list) and all(type(number) is int for number in value)
+    return type(value) is int or (kind == "float" and isinstance(value, float))
 
 
 def load_config(name: str) -> ModelConfig:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dsv41ops.nn import rope_frequencies
 from graphs.config import ModelConfig
-from graphs.rope import cos_sin_table, rotate
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -61,7 +61,7 @@ class DenseReference:
             float64 ``[m, hidden]`` and ``[m, H]``.
         """
         config, ratio = self.config, self.config.ratio(layer)
-        rope = cos_sin_table(config, ratio > 0, len(hidden)).to(hidden.device)
+        rope = self._rope(ratio > 0, len(hidden)).to(hidden.device)
         x = self._norm(hidden.double(), f"layers.{layer}.attn_norm")
         name = f"layers.{layer}.attn."
         keys = self._norm(self._linear(x, name + "wkv"), name + "kv_norm")
@@ -76,15 +76,44 @@ class DenseReference:
             chosen = visible.new_zeros(len(positions), len(states) + 1)
             chosen.scatter_(1, selected.long() % (len(states) + 1), True)  # -1: the last column
             visible = torch.cat([visible, chosen[:, :-1]], 1)
-        q = self._norm(self._linear(x[positions], name + "wq_a"), name + "q_norm")
+        return self._attend(name, x[positions], rope[positions], keys, visible)
+
+    def draft_layer(self, layer: int, context: Tensor, block: Tensor) -> Tensor:
+        """Attention output of a draft layer for a block of tokens.
+
+        Args:
+            layer: Layer id.
+            context: ``[n, hidden]`` outputs of the stack at positions 0 .. n-1.
+            block: ``[m, hidden]`` inputs of the layer at the m positions after those.
+
+        Returns:
+            float64 ``[m, hidden]``.
+        """
+        window = context[-self.config.sliding_window :]
+        rope = self._rope(False, len(context) + len(block))[len(context) - len(window) :]
+        rope = rope.to(block.device)
+        x = self._norm(torch.cat([window, block]).double(), f"layers.{layer}.attn_norm")
+        name = f"layers.{layer}.attn."
+        keys = self._norm(self._linear(x, name + "wkv"), name + "kv_norm")
+        keys = round_to_record(rotate(keys, rope), self.swa_cache_dtype)
+        visible = keys.new_ones(len(block), len(keys), dtype=torch.bool)
+        out, _ = self._attend(name, x[len(window) :], rope[len(window) :], keys, visible)
+        return out
+
+    def _attend(
+        self, name: str, x: Tensor, rope: Tensor, keys: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Output and lse of tokens with layer inputs ``x [m, hidden]`` over ``keys [s, 512]``."""
+        config = self.config
+        q = self._norm(self._linear(x, name + "wq_a"), name + "q_norm")
         q = self._linear(q, name + "wq_b").unflatten(1, (-1, config.head_dim))
-        q = rotate(q, rope[positions])
+        q = rotate(q, rope)
         scores = torch.einsum("thd,sd->ths", q, keys) * config.head_dim**-0.5
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         lse = torch.logsumexp(scores, 2)
         out = scores.softmax(2) @ keys
         out = out * torch.sigmoid(lse - self.weights[name + "attn_sink"].double())[:, :, None]
-        out = rotate(out, rope[positions], inverse=True)
+        out = rotate(out, rope, inverse=True)
         grouped = out.flatten(1).unflatten(1, (config.o_groups, -1))
         wo_a = self.weights[name + "wo_a.weight"].double().unflatten(0, (config.o_groups, -1))
         low_rank = torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1)
@@ -102,12 +131,35 @@ class DenseReference:
         latent = self._norm(kv.sum(1), name + "norm")
         return round_to_record(rotate(latent, rope[:whole:ratio]), self.cache_dtype)
 
+    def _rope(self, compressed: bool, num_positions: int) -> Tensor:
+        """``[num_positions, 2, 32]`` cosines and sines."""
+        theta, scaling = self.config.rope_theta, None
+        if compressed:
+            theta, scaling = self.config.compress_rope_theta, self.config.rope_scaling.yarn
+        position = torch.arange(num_positions, dtype=torch.float64)
+        angle = position[:, None] * rope_frequencies(theta, scaling)
+        return torch.stack([angle.cos(), angle.sin()], 1)
+
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"{name}.weight"].double().T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
         return x * scale * self.weights[f"{name}.weight"].double()
+
+
+def rotate(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
+    """Rotate the last 64 of ``x [N, ..., D]`` by ``cos_sin [N, 2, 32]``; pairs are interleaved."""
+    cos, sin = cos_sin.unbind(1)
+    for _ in range(x.dim() - 2):
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if inverse:
+        sin = -sin
+    half = cos.shape[-1]
+    plain, turned = x.split([x.shape[-1] - 2 * half, 2 * half], -1)
+    even, odd = turned.unflatten(-1, (half, 2)).unbind(-1)
+    pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    return torch.cat([plain, pairs.flatten(-2)], -1)
 
 
 def round_to_record(rows: Tensor, record: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ class Request:
 
     prompt: Tensor  # [n] int64 on the host
     num_to_generate: int
+    max_drafts: int | None = None  # verified in one step at most; None: as many as there are
     slot: int = -1  # row of the per-request state
     num_computed: int = 0  # tokens in the caches
     pages: list[int] = field(default_factory=list)  # compressed caches, whole length
@@ -55,11 +56,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A request's share of one step: ``num_tokens`` from position ``first`` on."""
+    """A request's share of one step: ``num_tokens`` from position ``first`` on, drafts last."""
 
     request: Request
     first: int
     num_tokens: int
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
@@ -67,8 +69,12 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        """Does the step's last token of this request give a new token?"""
+        """Does this request get a new token?"""
         return self.end >= len(self.request.prompt)
+
+    def num_kept(self, num_accepted: int) -> int:
+        """Tokens whose rows in the caches stay."""
+        return self.num_tokens - self.num_drafts + num_accepted
 
 
 def make_requests(rows: list[TraceRow], vocab_size: int, seed: int) -> list[Request]:
@@ -83,14 +89,18 @@ def make_requests(rows: list[TraceRow], vocab_size: int, seed: int) -> list[Requ
     ]
 
 
-def swa_pages_per_request(window: int, page_size: int, max_tokens: int) -> int:
-    """Window pages that a request may hold at once: window and chunk, starting anywhere."""
-    return (window - 1 + max_tokens - 1) // page_size + 2
+def swa_pages_per_request(window: int, page_size: int, max_tokens: int, num_drafts: int = 0) -> int:
+    """Window pages that a request may hold at once: window, chunk, drafts, starting anywhere."""
+    return (window - 1 + max_tokens + num_drafts - 1) // page_size + 2
 
 
 class Scheduler:
     """First come, first served. A request gets its compressed pages when it starts, so it can
-    always finish; window pages come and go with the window."""
+    always finish; window pages come and go with the window.
+
+    With drafts, a request that samples gets ``geometry.num_drafts`` proposed after its new token
+    and verifies them in its next step; its window has the pages of both.
+    """
 
     def __init__(
         self, requests: list[Request], geometry: CacheGeometry, window: int, max_tokens: int
@@ -109,24 +119,36 @@ class Scheduler:
         budget = self.max_tokens
         plan: list[Scheduled] = []
         for request in sorted(self.running, key=lambda r: not r.is_decoding):
-            left = 1 if request.is_decoding else len(request.prompt) - request.num_computed
+            first = request.num_computed
+            left = len(request.prompt) - first
+            if request.is_decoding:
+                left = min(1 + self._num_drafts_of(request), request.num_positions - first)
             num_tokens = min(left, budget)
             if num_tokens > 0:
-                plan.append(Scheduled(request, request.num_computed, num_tokens))
+                num_drafts = num_tokens - 1 if request.is_decoding else 0
+                plan.append(Scheduled(request, first, num_tokens, num_drafts))
                 self._move_window(plan[-1])
                 budget -= num_tokens
         return plan
 
-    def finish_step(self, plan: list[Scheduled]) -> None:
-        """Account for a step that ran; free what finished requests hold."""
-        for part in plan:
+    def finish_step(self, plan: list[Scheduled], num_accepted: Sequence[int]) -> None:
+        """Account for a step that ran; free what finished requests hold.
+
+        The caches hold rejected drafts too; the next step writes those positions again.
+        """
+        for part, accepted in zip(plan, num_accepted, strict=True):
             request = part.request
-            request.num_computed = part.end
+            request.num_computed = part.first + part.num_kept(accepted)
             if request.is_finished:
                 self.running.remove(request)
                 self.slots.append(request.slot)
                 self.pool.give_back(request.pages)
                 self.swa_pool.give_back(request.swa_pages.values())
+
+    def _num_drafts_of(self, request: Request) -> int:
+        if request.max_drafts is None:
+            return self.geometry.num_drafts
+        return min(request.max_drafts, self.geometry.num_drafts)
 
     def _admit(self) -> None:
         pool_full = False
@@ -145,7 +167,9 @@ class Scheduler:
         oldest = max(part.first - self.window + 1, 0) // page_size
         for index in [index for index in pages if index < oldest]:
             self.swa_pool.give_back([pages.pop(index)])
-        for index in range(part.first // page_size, (part.end - 1) // page_size + 1):
+        # If all drafts are accepted, the next ones are proposed from the step's end on.
+        end = part.end + (self.geometry.num_drafts if part.samples else 0)
+        for index in range(part.first // page_size, (end - 1) // page_size + 1):
             if index not in pages:
                 pages[index] = self.swa_pool.take()
 
@@ -189,7 +213,7 @@ class StepBuffers:
                 host.swa_block_table[row, index] = page
             tokens = host.token_ids[start : start + part.num_tokens]
             if request.is_decoding:
-                tokens.fill_(-1)
+                tokens.copy_(torch.arange(-1, -1 - part.num_tokens, -1))
             else:
                 tokens.copy_(request.prompt[part.first : part.end])
             start += part.num_tokens
