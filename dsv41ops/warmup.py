@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv41ops import api, dispatch
-from dsv41ops.checks import (
-    F32_OR_BF16,
-    MAX_BLOCK_SIZE,
-    MAX_HEADS,
-    MAX_INDEX_HEADS,
-    MAX_SELECTED,
-    SLOT_DTYPES,
-    check_backend,
-)
+from dsv41ops.checks import MAX_HEADS, SLOT_DTYPES, check_backend
+from dsv41ops.checks.indexer import F32_OR_BF16, MAX_BLOCK_SIZE, MAX_INDEX_HEADS, MAX_SELECTED
 from dsv41ops.configs import DecodeProblem
 from dsv41ops.kernels.device import sms_and_capability
 from dsv41ops.layouts import (
