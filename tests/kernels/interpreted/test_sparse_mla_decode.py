@@ -272,9 +272,13 @@ def test_strided_inputs(splits: int) -> None:
         assert bool(torch.isnan(buffer[3:]).all())
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("heads", [1, 17])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "splits"),
+    [
+        (17, torch.int32, 1),
+        *((1, dtype, splits) for dtype in (torch.int32, torch.int64) for splits in (1, 3)),
+    ],
+)
 def test_rotates_back(heads: int, dtype: torch.dtype, splits: int) -> None:
     """Positions that the table has and others, and a token without a row; of ``out`` alone."""
     call = random_call(("fp8_ds_mla", "nvfp4"), 5, heads, CPU)
