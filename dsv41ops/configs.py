@@ -259,8 +259,9 @@ def cuda_variants(problems: Iterable[DecodeProblem]) -> set[CudaConfig]:
     """The CUDA configurations of these problems, whatever their scale; each is compiled."""
     variants: set[CudaConfig] = set()
     for problem in problems:
-        variants.add(cuda_config(problem))
-        if not problem.batch_invariant:
+        config = cuda_config(problem)
+        variants.add(config)
+        if isinstance(config, WgmmaConfig):
             variants.add(mma_config(problem.records, *_fastest_shape(problem)[1]))
     return variants
 

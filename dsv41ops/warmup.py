@@ -131,12 +131,12 @@ def warmup(
         _run_index_ops(window_width, draft_width, topk_widths[-1], dcp, device)
         if index_cache_dtype is not None:
             _run_compressor(index_cache_dtype, device)
-            blocks = (num_candidate_blocks, candidate_block_size)
-            for aligned in (True, False) if unaligned else (True,):
-                _run_indexer(index_cache_dtype, aligned, index_heads, topk, blocks, dcp, device)
         for aligned in (True, False) if unaligned else (True,):
             caches = [_cache(record, aligned, device) for record in records]
             _run_cache_ops(caches, device)
+            if index_cache_dtype is not None:
+                blocks = (num_candidate_blocks, candidate_block_size)
+                _run_indexer(index_cache_dtype, aligned, index_heads, topk, blocks, dcp, device)
             for topk_width in topk_widths:
                 problems = [
                     DecodeProblem(
