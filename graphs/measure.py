@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dsv41ops.bench.plot import require_matplotlib
 from dsv41ops.capture import GraphRunner
+from dsv41ops.layouts import INDEX_FP8, MXFP8, record_of
 from graphs.batch import CacheGeometry, StepInputs
 from graphs.config import ModelConfig, load_config
 from graphs.model import DecodeModel
@@ -30,7 +32,6 @@ from graphs.weights import randomise
 TOKENS = (1, 8, 32, 128)
 CONTEXTS = (4096, 65536, 524288)
 REPLAYS = 20
-INDEX_KEY_BYTES = 132
 # Kinds of kernels by parts of their names; the first that fits.
 KINDS = {
     "attention": ("sparse_mla_decode",),
@@ -125,10 +126,10 @@ def build(config: ModelConfig, tokens: int, context: int) -> DecodeModel:
 
 
 def fill_records(cache: Tensor) -> None:
-    """Rows of the 528- or 288-byte record: random values, scales near 1."""
-    data = {528: 512, 288: 256}[cache.shape[2]]
-    rows = random_bytes(1024, cache.shape[2])
-    rows[:, data:] = 127 if data == 512 else 0x38  # 2^0 and e4m3's 1
+    """Rows of mxfp8 or nvfp4: random values, scales near 1."""
+    record = record_of(cache)
+    rows = random_bytes(1024, record.row_bytes)
+    rows[:, record.data_bytes :] = 127 if record is MXFP8 else 0x38  # 2^0 and e4m3's 1
     pages = max(1, len(rows) // cache.shape[1])
     repeat(cache, rows[: pages * cache.shape[1]].view(pages, *cache.shape[1:]))
 
@@ -136,8 +137,9 @@ def fill_records(cache: Tensor) -> None:
 def fill_index_keys(cache: Tensor) -> None:
     """All rows' e4m3 first, then all rows' scales."""
     page_size = cache.shape[1]
-    pages = random_bytes(64, page_size * INDEX_KEY_BYTES)
-    pages[:, page_size * 128 :] = torch.tensor([0, 0, 0, 0x3E], device="cuda").repeat(page_size)
+    pages = random_bytes(64, page_size * INDEX_FP8.row_bytes)
+    scales = torch.tensor([0, 0, 0, 0x3E], device="cuda").repeat(page_size)
+    pages[:, page_size * INDEX_FP8.data_bytes :] = scales
     repeat(cache, pages.view(64, *cache.shape[1:]))
 
 
@@ -170,7 +172,7 @@ def measure(model: DecodeModel, tokens: int, context: int, bandwidth: float) -> 
         if event.self_device_time_total > 0:  # not a call of the runtime
             kinds[kind_of(event.key)] += event.self_device_time_total
             launches += event.count
-    floor = tokens * index_keys(model.config, context) * INDEX_KEY_BYTES / bandwidth * 1e6
+    floor = tokens * index_keys(model.config, context) * INDEX_FP8.row_bytes / bandwidth * 1e6
     return Measured(tokens, context, statistics.median(times), launches, dict(kinds), floor)
 
 
@@ -232,12 +234,8 @@ def print_row(row: Measured, num_layers: int) -> None:
 
 def plot(rows: list[Measured], path: Path) -> None:
     """A panel per context: where a step's time goes, stacked; the indexer's floor as a line."""
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ImportError(
-            "--plot needs matplotlib: python -m pip install 'dsv41ops[plot]'"
-        ) from error
+    require_matplotlib()
+    figures = importlib.import_module("matplotlib.figure")
     contexts = list(dict.fromkeys(row.context for row in rows))
     figure = figures.Figure(figsize=(4 * len(contexts), 4.5), layout="constrained")
     panels = figure.subplots(1, len(contexts), squeeze=False)[0]
