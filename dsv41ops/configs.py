@@ -26,84 +26,46 @@ PROGRAM_COST = 2
 COMBINE_COST = 1
 
 # Of the CUDA C++ kernels, whose unit of work is some heads of one token.
-# The mma kernel: tiles of 16 rows in the ring of a CTA that has an SM for itself, and of one that
-# shares it with another, per pair of records: as many as there is room for.
+# The mma kernel: tiles of 16 rows in the ring of a CTA that shares an SM with another, per pair of
+# records: as many as there is room for.
 RING_TILE = 16
 RING_SLOTS = {
-    "fp8_ds_mla+none": (12, 8),
-    "fp8_ds_mla+fp8_ds_mla": (12, 8),
-    "mxfp8+none": (12, 9),
-    "mxfp8+mxfp8": (12, 9),
-    "mxfp8+nvfp4": (12, 9),
-    "nvfp4+none": (16, 14),
-    "nvfp4+nvfp4": (16, 14),
+    "fp8_ds_mla+none": 8,
+    "fp8_ds_mla+fp8_ds_mla": 8,
+    "mxfp8+none": 9,
+    "mxfp8+mxfp8": 9,
+    "mxfp8+nvfp4": 9,
+    "nvfp4+none": 14,
+    "nvfp4+nvfp4": 14,
 }
-# With 32 heads a cluster's CTA also has twice the results of the others.
-WIDE_CLUSTER_SLOTS = {"fp8_ds_mla": 9, "mxfp8": 9, "nvfp4": 16}
 MEASURED_SMS = 132
-# The mma kernel's tiles of 16 heads and CTAs per cluster.
-MMA_SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4))
 # CTAs of a cluster: how many clusters of that size an H200, which has 132 SMs, runs at once. Larger
 # ones do not fill every GPC.
-CLUSTER_UNITS = {8: 15, 4: 30, 3: 39, 2: 66}
+CLUSTER_UNITS = {8: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}
 # Batch-invariant: tiles per rank. More would leave a small batch's SMs idle, fewer would cost a
 # large batch the exchange of its partial results.
 INVARIANT_TILES = 10
-# Microseconds of a wave, measured there with 128 + 512 rows. Of the mma kernel by tiles of 16 heads
-# and CTAs per cluster; SHARED: two CTAs of 16 heads on every SM; and of the wgmma kernel.
-SHARED, WGMMA = "shared", "wgmma"
-WAVE_US: dict[str, dict[tuple[int, int] | str, float]] = {
-    "fp8_ds_mla": {
-        (1, 8): 9,
-        (1, 4): 12.5,
-        (1, 3): 15.8,
-        (2, 4): 16.5,
-        (1, 2): 19,
-        (2, 2): 23.4,
-        (1, 1): 30.5,
-        (2, 1): 37,
-        SHARED: 43.5,
-        WGMMA: 37.5,
-    },
-    "mxfp8": {
-        (1, 8): 9.5,
-        (1, 4): 12.5,
-        (1, 3): 15.8,
-        (2, 4): 17,
-        (1, 2): 19,
-        (2, 2): 26.7,
-        (1, 1): 25,
-        (2, 1): 36.5,
-        SHARED: 40,
-        WGMMA: 33.5,
-    },
-    "mxfp8+nvfp4": {
-        (1, 8): 9.7,
-        (1, 4): 12.4,
-        (1, 3): 15.8,
-        (2, 4): 17,
-        (1, 2): 20,
-        (2, 2): 27.5,
-        (1, 1): 30,
-        (2, 1): 36.6,
-        SHARED: 47,
-        WGMMA: 39.5,
-    },
-    "nvfp4": {
-        (1, 8): 9.4,
-        (1, 4): 12.2,
-        (1, 3): 15.2,
-        (2, 4): 16.2,
-        (1, 2): 18.5,
-        (2, 2): 23.5,
-        (1, 1): 27,
-        (2, 1): 36.4,
-        SHARED: 43,
-        WGMMA: 33.5,
-    },
+# Microseconds of a wave, measured there with 128 + 512 rows. Of the mma kernel, with 16 heads per
+# CTA, by CTAs per cluster; SHARED: two CTAs on every SM.
+SHARED, MMA_RANKS = 0, (1, 2, 3, 4, 6, 8)
+WAVE_US: dict[str, dict[int, float]] = {
+    "fp8_ds_mla": {8: 8.7, 6: 9.9, 4: 11.5, 3: 13.9, 2: 17.7, 1: 31.1, SHARED: 44.1},
+    "mxfp8": {8: 9.0, 6: 10.1, 4: 11.4, 3: 14.0, 2: 18.4, 1: 27.7, SHARED: 41.6},
+    "mxfp8+nvfp4": {8: 8.9, 6: 10.0, 4: 11.3, 3: 14.2, 2: 18.6, 1: 30.0, SHARED: 46.7},
+    "nvfp4": {8: 8.7, 6: 9.6, 4: 11.0, 3: 13.6, 2: 17.0, 1: 26.6, SHARED: 42.6},
 }
-# The wgmma kernel's queries are f16, exact to 2^-28; a larger softmax scale could make more of
-# smaller ones.
+# The wgmma kernel's rows at a time.
+WGMMA_BLOCK = 64
+# Its microseconds, by heads per CTA and CTAs per cluster, of the first wave.
+WGMMA_US: dict[str, dict[tuple[int, int], float]] = {
+    "fp8_ds_mla": {(32, 5): 13.9, (32, 3): 17.7, (32, 2): 19.3, (32, 1): 28.5, (64, 1): 34.7},
+    "mxfp8": {(32, 5): 13.5, (32, 3): 16.6, (32, 2): 18.0, (32, 1): 26.8, (64, 1): 32.3},
+    "mxfp8+nvfp4": {(32, 5): 13.3, (32, 3): 16.2, (32, 2): 18.0, (32, 1): 26.6, (64, 1): 35.2},
+    "nvfp4": {(32, 5): 12.9, (32, 3): 15.5, (32, 2): 16.8, (32, 1): 24.6, (64, 1): 31.2},
+}
+# In first ones: CTAs begin their next unit before the last one's end.
+FURTHER_WAVE = 0.83
+# Its queries are f16, exact to 2^-28; a larger softmax scale could make more of smaller ones.
 LARGE_SCALE = 1.0
 
 
@@ -183,20 +145,16 @@ def _fastest(blocks: int, programs: int, num_sms: int) -> int:
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """A cluster of ``ranks`` CTAs, which share a token's rows, for every ``heads`` heads of it."""
+    """A cluster of ``ranks`` CTAs, which share a token's rows, for every 16 heads of it."""
 
     source: ClassVar = "sparse_mla_decode.cu"
+    heads: ClassVar = 16
 
-    m_tiles: int = 1  # of 16 heads
     score_warps: int = 4
     value_warps: int = 4
     slots: int = 8
     ctas_per_sm: int = 2
     ranks: int = 1
-
-    @property
-    def heads(self) -> int:
-        return 16 * self.m_tiles
 
     @property
     def threads(self) -> int:
@@ -214,17 +172,21 @@ class MmaConfig:
 
 @dataclass(frozen=True)
 class WgmmaConfig:
-    """A CTA per SM, with a queue of units; what does not vary stands in the source."""
+    """A CTA per SM with a queue of units of ``heads`` heads, or a cluster of ``ranks`` for each."""
 
     source: ClassVar = "sparse_mla_decode_wgmma.cu"
-    heads: ClassVar = 64
     threads: ClassVar = 512
     ctas_per_sm: ClassVar = 1
-    ranks: ClassVar = 1
-    macros: ClassVar[tuple[tuple[str, int], ...]] = ()
+
+    heads: int
+    ranks: int = 1
+
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        return tuple((name.upper(), value) for name, value in asdict(self).items())
 
     def ctas(self, num_units: int, num_sms: int) -> int:
-        return min(num_units, num_sms)
+        return min(num_units, num_sms) if self.ranks == 1 else num_units * self.ranks
 
 
 CudaConfig = MmaConfig | WgmmaConfig
@@ -233,25 +195,20 @@ CudaConfig = MmaConfig | WgmmaConfig
 def cuda_config(problem: DecodeProblem) -> CudaConfig:
     """The one whose waves take least."""
     if problem.batch_invariant:
-        ranks = [n for n in CLUSTER_UNITS if n <= _tiles(problem) // INVARIANT_TILES]
-        return mma_config(problem.records, 1, max(ranks, default=1))
-    cost, shape = _fastest_shape(problem)
-    # A scale as large as that is not for its queries, and fewer heads not for its tiles.
-    if abs(problem.softmax_scale) <= LARGE_SCALE and problem.num_heads > MmaConfig().heads:
-        waves = ceil(_units(problem, WgmmaConfig.heads) / MEASURED_SMS)
-        if waves * _wave_us(problem)[WGMMA] < cost:
-            return WgmmaConfig()
-    return mma_config(problem.records, *shape)
+        most = max(1, _tiles(problem, RING_TILE) // INVARIANT_TILES)
+        return mma_config(problem.records, max(ranks for ranks in MMA_RANKS if ranks <= most))
+    mma = _fastest_mma(problem)
+    # A scale as large as that is not for the other's queries.
+    if abs(problem.softmax_scale) > LARGE_SCALE:
+        return mma_config(problem.records, mma[1])
+    wgmma = _fastest_wgmma(problem)
+    return WgmmaConfig(*wgmma[1]) if wgmma[0] < mma[0] else mma_config(problem.records, mma[1])
 
 
-def mma_config(records: str, m_tiles: int, ranks: int) -> MmaConfig:
+def mma_config(records: str, ranks: int) -> MmaConfig:
     """A rank of several has an SM to itself, and with it more warps and a longer ring."""
-    alone, shared = RING_SLOTS[records]
-    if m_tiles == 2:
-        slots = alone if ranks == 1 else WIDE_CLUSTER_SLOTS[records.split("+")[0]]
-        return MmaConfig(2, score_warps=4, value_warps=8, slots=slots, ctas_per_sm=1, ranks=ranks)
     if ranks == 1:
-        return MmaConfig(slots=shared)
+        return MmaConfig(slots=RING_SLOTS[records])
     return MmaConfig(score_warps=6, value_warps=8, slots=12, ctas_per_sm=1, ranks=ranks)
 
 
@@ -262,35 +219,40 @@ def cuda_variants(problems: Iterable[DecodeProblem]) -> set[CudaConfig]:
         config = cuda_config(problem)
         variants.add(config)
         if isinstance(config, WgmmaConfig):
-            variants.add(mma_config(problem.records, *_fastest_shape(problem)[1]))
+            variants.add(mma_config(problem.records, _fastest_mma(problem)[1]))
     return variants
 
 
-def _fastest_shape(problem: DecodeProblem) -> tuple[float, tuple[int, int]]:
-    """Of the mma kernel, with its microseconds."""
-    return min((_cost(problem, shape), shape) for shape in _mma_shapes(problem))
-
-
-def _mma_shapes(problem: DecodeProblem) -> Iterable[tuple[int, int]]:
-    """All clusters have to run at once, and no rank or tile is for nothing."""
-    for m_tiles, ranks in MMA_SHAPES:
-        runs_at_once = ranks == 1 or _units(problem, 16 * m_tiles) <= CLUSTER_UNITS[ranks]
-        fits = ranks <= max(1, _tiles(problem)) and problem.num_heads > 16 * (m_tiles - 1)
-        if runs_at_once and fits:
-            yield m_tiles, ranks
-
-
-def _cost(problem: DecodeProblem, shape: tuple[int, int]) -> float:
-    wave_us, units = _wave_us(problem), _units(problem, 16 * shape[0])
-    if shape != (1, 1):
-        return ceil(units * shape[1] / MEASURED_SMS) * wave_us[shape]
+def _fastest_mma(problem: DecodeProblem) -> tuple[float, int]:
+    """Microseconds and ranks."""
+    wave_us, units = WAVE_US[_measured_records(problem)], _units(problem, MmaConfig.heads)
+    tiles = _tiles(problem, RING_TILE)
+    costs = {ranks: wave_us[ranks] for ranks in MMA_RANKS[1:] if _fit(units, ranks, tiles)}
     waves, rest = divmod(units, 2 * MEASURED_SMS)
-    last = 0 if rest == 0 else wave_us[shape] if rest <= MEASURED_SMS else wave_us[SHARED]
-    return waves * wave_us[SHARED] + last
+    last = 0 if rest == 0 else wave_us[1] if rest <= MEASURED_SMS else wave_us[SHARED]
+    costs[1] = waves * wave_us[SHARED] + last
+    return min((cost, ranks) for ranks, cost in costs.items())
 
 
-def _wave_us(problem: DecodeProblem) -> dict[tuple[int, int] | str, float]:
-    return WAVE_US.get(problem.records) or WAVE_US[problem.window_record]
+def _fastest_wgmma(problem: DecodeProblem) -> tuple[float, tuple[int, int]]:
+    """Microseconds, heads and ranks; 64 heads are for more than 32."""
+    costs, blocks = {}, _tiles(problem, WGMMA_BLOCK)
+    for (heads, ranks), first in WGMMA_US[_measured_records(problem)].items():
+        units = _units(problem, heads)
+        if problem.num_heads > heads - 32 and (ranks == 1 or _fit(units, ranks, blocks)):
+            further = ceil(units / MEASURED_SMS) - 1 if ranks == 1 else 0
+            costs[heads, ranks] = first * (1 + further * FURTHER_WAVE)
+    return min((cost, shape) for shape, cost in costs.items())
+
+
+def _fit(units: float, ranks: int, tiles: int) -> bool:
+    """All clusters run at once, and no rank is for nothing."""
+    return units <= CLUSTER_UNITS[ranks] and ranks <= tiles
+
+
+def _measured_records(problem: DecodeProblem) -> str:
+    """What the tables of times know it by."""
+    return problem.records if problem.records in WAVE_US else problem.window_record
 
 
 def _units(problem: DecodeProblem, heads: int) -> float:
@@ -299,8 +261,8 @@ def _units(problem: DecodeProblem, heads: int) -> float:
     return units * MEASURED_SMS / problem.num_sms
 
 
-def _tiles(problem: DecodeProblem) -> int:
-    return -(-problem.window_width // RING_TILE) + -(-problem.topk_width // RING_TILE)
+def _tiles(problem: DecodeProblem, rows: int) -> int:
+    return ceil(problem.window_width / rows) + ceil(problem.topk_width / rows)
 
 
 # Of indexer_topk, estimated.

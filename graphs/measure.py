@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dsv41ops.bench.plot import require_matplotlib
+from dsv41ops.bench.roofline import copy_bandwidth
+from dsv41ops.bench.timing import time_region
 from dsv41ops.capture import GraphRunner
 from dsv41ops.layouts import INDEX_FP8, MXFP8, record_of
 from graphs.batch import CacheGeometry, StepInputs
@@ -71,10 +73,16 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("graphs.measure: needs a CUDA device, there is none here", file=sys.stderr)
         return 2
+    if args.plot:
+        try:
+            require_matplotlib()
+        except ImportError as error:
+            print(f"graphs.measure: {error}", file=sys.stderr)
+            return 2
     config = load_config(args.config)
     rows = []
     with torch.inference_mode():
-        bandwidth = copy_bandwidth()
+        bandwidth = copy_bandwidth(torch.device("cuda"))
         print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s by copying")
         model = build(config, max(args.tokens), max(args.contexts))
         print_header()
@@ -87,19 +95,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot:
         plot(rows, args.plot)
     return 0
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for event in (begin, end):
-        target.copy_(source)
-        event.record()
-    torch.cuda.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return 2 * source.numel() / milliseconds * 1e3
 
 
 def build(config: ModelConfig, tokens: int, context: int) -> DecodeModel:
@@ -155,14 +150,7 @@ def repeat(cache: Tensor, pages: Tensor) -> None:
 
 def measure(model: DecodeModel, tokens: int, context: int, bandwidth: float) -> Measured:
     runner = GraphRunner(model, {tokens: step_inputs(model, tokens, context)})
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        runner.run(tokens)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
+    times = time_region(lambda: runner.run(tokens), REPLAYS, before=torch.cuda.synchronize)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         runner.run(tokens)
         torch.cuda.synchronize()

@@ -33,15 +33,16 @@ class Roofline:
 
 def measure(device: torch.device) -> Roofline:
     return Roofline(
-        bytes_per_s=2e6 * COPY_BYTES / _copy_us(device),
+        bytes_per_s=copy_bandwidth(device),
         flops_per_s=2e6 * MATMUL_SIZE**3 / _matmul_us(device),
     )
 
 
-def _copy_us(device: torch.device) -> float:
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written."""
     source = torch.randn(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    return _median_us(lambda: target.copy_(source))
+    return 2e6 * COPY_BYTES / _median_us(lambda: target.copy_(source))
 
 
 def _matmul_us(device: torch.device) -> float:

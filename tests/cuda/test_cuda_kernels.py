@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 import dsv41ops
-from dsv41ops.configs import MMA_SHAPES, RING_SLOTS, WgmmaConfig, mma_config
+from dsv41ops.configs import (
+    MMA_RANKS,
+    RING_SLOTS,
+    DecodeProblem,
+    WgmmaConfig,
+    cuda_config,
+    mma_config,
+)
+from dsv41ops.kernels.device import sms_and_capability
 from tests.cuda.test_backends import check
 from tests.cuda.test_capture import CUDA
 from tests.decode_calls import Call, random_part
@@ -34,10 +42,15 @@ PAIRS: list[Pair] = [
     for window, record in (records.split("+") for records in RING_SLOTS)
 ]
 PAIR = ("mxfp8", "nvfp4")
-# The mma kernel by tiles of heads and ranks; and the wgmma kernel. Some of every kind of CTA.
-Kernel = tuple[int, int] | str
-KERNELS: list[Kernel] = [*MMA_SHAPES, "wgmma"]
-SHAPES: list[Kernel] = [(1, 1), (1, 4), (2, 1), (2, 4), "wgmma"]
+# The mma kernel by ranks, the wgmma kernel by heads and ranks. Some of every kind of CTA.
+Kernel = int | str
+WGMMA = {
+    "wgmma64": WgmmaConfig(64),
+    "wgmma32": WgmmaConfig(32),
+    **{f"wgmma32x{ranks}": WgmmaConfig(32, ranks) for ranks in (2, 3, 5)},
+}
+KERNELS: list[Kernel] = [*MMA_RANKS, *WGMMA]
+SHAPES: list[Kernel] = [1, 4, "wgmma64", "wgmma32", "wgmma32x3"]
 ROPE = 448  # the first column that fp8_ds_mla stores as bf16
 
 
@@ -78,7 +91,7 @@ def run(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
         *(call.q, window.cache, window.indices, window.lens),
         *((extra.cache, extra.indices, extra.lens) if extra else (None,) * 3),
         *(call.sink, call.scale, False),
-        config=WgmmaConfig() if isinstance(kernel, str) else mma_config(records, *kernel),
+        config=WGMMA[kernel] if isinstance(kernel, str) else mma_config(records, kernel),
     )
 
 
@@ -133,19 +146,26 @@ def test_heads(pair: Pair, heads: int) -> None:
     check(random_call(pair, 7, heads), "cuda")
 
 
-@pytest.mark.parametrize("heads", [33, 64, 100, 128])
+@pytest.mark.parametrize(
+    ("kernel", "heads"),
+    [
+        *(("wgmma64", heads) for heads in (33, 64, 70, 128)),
+        *(("wgmma32", heads) for heads in (5, 32, 40, 128)),
+    ],
+)
 @pytest.mark.parametrize("num_tokens", [1, 3, 130, 300])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_queues(pair: Pair, num_tokens: int, heads: int) -> None:
-    """Of up to five units per CTA."""
-    check_kernel(random_call(pair, num_tokens, heads), "wgmma")
+def test_queues(pair: Pair, num_tokens: int, kernel: Kernel, heads: int) -> None:
+    """Of up to ten units per CTA."""
+    check_kernel(random_call(pair, num_tokens, heads), kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_kernel(pair: Pair, kernel: Kernel) -> None:
-    """Also more ranks than tiles."""
-    for heads, window_width, width in ((5, 37, 165), (64, 128, 512), (16, 1, 1), (16, 17, 0)):
+    """Also more ranks than tiles, and a last group of six heads."""
+    sizes = ((5, 37, 165), (64, 128, 512), (70, 37, 165), (16, 1, 1), (16, 17, 0))
+    for heads, window_width, width in sizes:
         call = random_call(pair, 9, heads, window_width=window_width, width=width)
         check_kernel(call, kernel)
 
@@ -193,13 +213,14 @@ def test_empty_units_between_full_ones(pair: Pair, heads: int, kernel: Kernel) -
     assert bool(torch.isneginf(lse[empty]).all())
 
 
+@pytest.mark.parametrize(("kernel", "heads"), [("wgmma64", 64), ("wgmma32", 5), ("wgmma32", 40)])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_many_small_units(pair: Pair) -> None:
-    """A block each, some of them empty, some beyond f16: ten in a row for a CTA."""
-    call = random_call(pair, 1400, 64, window_width=5, width=7)
+def test_many_small_units(pair: Pair, kernel: Kernel, heads: int) -> None:
+    """A block each, some of them empty, some beyond f16: ten or more in a row for a CTA."""
+    call = random_call(pair, 1400, heads, window_width=5, width=7)
     large = torch.rand(1400, device=CUDA) < 0.2
     call.q[large] *= 2.0**14
-    check_kernel(replace(call, scale=call.scale * 2.0**-14), "wgmma")
+    check_kernel(replace(call, scale=call.scale * 2.0**-14), kernel)
 
 
 @pytest.mark.parametrize("kernel", SHAPES, ids=str)
@@ -352,7 +373,7 @@ def test_e4m3_scale_codes(pair: Pair, codes: tuple[int, int], kernel: Kernel) ->
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_queries_of_any_size(pair: Pair, kernel: Kernel, exponent: int) -> None:
     """Every head by a power of two of its own."""
-    if kernel == "wgmma" and exponent < -9:
+    if kernel in WGMMA and exponent < -9:
         pytest.skip("the scale of such a call is left to the mma kernel")
     call = random_call(pair, 5, 40)
     call.q.mul_(2.0**exponent)
@@ -361,7 +382,7 @@ def test_queries_of_any_size(pair: Pair, kernel: Kernel, exponent: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [-(2.0**30), -0.05, 0.0, 1.0, 2.0**30])
-@pytest.mark.parametrize("num_tokens", [5, 60])
+@pytest.mark.parametrize("num_tokens", [5, 60, 100])
 def test_any_softmax_scale(num_tokens: int, scale: float) -> None:
     """With queries for it."""
     call = random_call(PAIR, num_tokens, 64)
@@ -384,7 +405,7 @@ def test_caches_without_a_page(empty: tuple[int, ...], kernel: Kernel) -> None:
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("kernel", [(1, 1), "wgmma"], ids=str)
+@pytest.mark.parametrize("kernel", [1, "wgmma64", "wgmma32", "wgmma32x2"], ids=str)
 @pytest.mark.parametrize("pair", [("fp8_ds_mla", "fp8_ds_mla"), PAIR], ids=str)
 def test_pages_far_apart(pair: Pair, kernel: Kernel) -> None:
     """Addresses past 2^32 and 2^35 bytes; a page's bytes come from a small cache."""
@@ -501,8 +522,12 @@ def test_every_config_of_the_release(heads: int) -> None:
     """Steps of 1 to 140 tokens, on both sides of every change of the config."""
     call = random_call(PAIR, 140, heads, window_width=128, width=512)
     exact, exact_lse = call.exact()
-    sizes = (1, 3, 4, 7, 8, 15, 16, 17, 30, 31, 33, 34, 66, 67, 88, 89, 140)
-    for num_tokens in sizes:
+    num_sms, _ = sms_and_capability(torch.device("cuda", 0))
+    window_record, record = PAIR
+    problem = DecodeProblem(1, heads, 128, 512, num_sms, window_record=window_record, record=record)
+    configs = [cuda_config(replace(problem, num_tokens=T)) for T in range(1, 141)]
+    changes = [T for T in range(1, 140) if configs[T - 1] != configs[T]]
+    for num_tokens in sorted({1, *changes, *(T + 1 for T in changes), 140}):
         tokens = list(range(num_tokens))
         out, lse = call.select(tokens).run(backend="cuda")
         assert_attention_close(out, lse, exact[:num_tokens], exact_lse[:num_tokens])

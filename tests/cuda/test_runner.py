@@ -21,7 +21,7 @@ MAX_POSITIONS = 320
 REPLAYS = 150  # for each pair of records, geometry and number of heads: 1,200 in all
 RECORDS = [("mxfp8", "nvfp4"), ("fp8_ds_mla", "fp8_ds_mla")]
 GEOMETRIES = [(1, 0, 1), (2, 1, 4)]
-HEADS = [4, 64]  # many tokens of 64 heads are attended to by a kernel of their own
+HEADS = [4, 64]  # many tokens of either are attended to by a kernel of their own
 
 
 class Inputs(NamedTuple):

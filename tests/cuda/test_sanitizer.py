@@ -80,13 +80,16 @@ def unfit(call: Call) -> Call:
 @pytest.mark.parametrize(
     ("pair", "kernel", "tokens", "heads"),
     [
-        (PAIR, (1, 1), 3, 20),
-        (PAIR, (2, 2), 2, 20),
-        (PAIR, (1, 8), 1, 5),
-        (("fp8_ds_mla", "fp8_ds_mla"), (1, 3), 2, 16),
-        (("fp8_ds_mla", None), (1, 1), 3, 20),
-        (PAIR, "wgmma", 140, 33),
-        (("fp8_ds_mla", "fp8_ds_mla"), "wgmma", 140, 33),
+        (PAIR, 1, 3, 20),
+        (PAIR, 8, 1, 5),
+        (("fp8_ds_mla", "fp8_ds_mla"), 3, 2, 16),
+        (("fp8_ds_mla", None), 1, 3, 20),
+        (PAIR, "wgmma64", 140, 33),
+        (("fp8_ds_mla", "fp8_ds_mla"), "wgmma64", 140, 33),
+        (PAIR, "wgmma32", 70, 33),
+        (("fp8_ds_mla", "fp8_ds_mla"), "wgmma32", 70, 33),
+        (PAIR, "wgmma32x2", 3, 33),
+        (("fp8_ds_mla", "fp8_ds_mla"), "wgmma32x3", 3, 33),
     ],
     ids=str,
 )

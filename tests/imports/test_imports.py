@@ -104,6 +104,8 @@ def test_py_typed_ships_in_the_wheel(tmp_path: Path) -> None:
     assert "dsv41ops/py.typed" in names
     assert "dsv41ops/reference/index.py" in names
     assert "dsv41ops/backend_table.json" in names
-    for source in ("common.cuh", "sparse_mla_decode.cu", "sparse_mla_decode_wgmma.cu"):
-        assert f"dsv41ops/kernels/cuda/{source}" in names
+    kernels = ROOT / "dsv41ops/kernels/cuda"
+    sources = [*kernels.rglob("*.cu"), *kernels.rglob("*.cuh")]
+    assert kernels / "wgmma/shared.cuh" in sources
+    assert {str(source.relative_to(ROOT)) for source in sources} <= set(names)
     assert not any(name.startswith(("tests/", "graphs/")) for name in names)

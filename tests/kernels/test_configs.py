@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from dsv41ops.configs import (
-    CLUSTER_UNITS,
     INVARIANT_ROWS,
     MAX_SPLITS,
-    MMA_SHAPES,
+    MMA_RANKS,
     RING_SLOTS,
     DecodeProblem,
     MmaConfig,
@@ -85,50 +84,54 @@ CUDA = replace(PROBLEM, window_record="mxfp8", record="nvfp4")
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "shape"),
+    ("num_tokens", "heads", "ranks"),
     [
-        *((1, 64, (1, 8)), (3, 64, (1, 8)), (4, 64, (1, 4)), (7, 64, (1, 4)), (8, 64, (1, 3))),
-        *((9, 64, (1, 3)), (10, 64, (2, 4)), (16, 64, (1, 2)), (17, 64, (2, 2)), (33, 64, (2, 2))),
-        *((34, 64, (2, 1)), (66, 64, (2, 1)), (1, 128, (1, 8)), (2, 128, (1, 4)), (4, 128, (1, 3))),
-        *((15, 8, (1, 8)), (16, 16, (1, 4)), (31, 1, (1, 3)), (40, 1, (1, 2)), (67, 1, (1, 1))),
-        *((8, 32, (1, 4)), (16, 32, (1, 3)), (33, 32, (1, 2)), (66, 32, (2, 2)), (132, 32, (2, 1))),
+        *((1, 64, 8), (3, 64, 8), (4, 64, 6), (7, 64, 4), (8, 64, 3), (9, 64, 3), (10, 64, 2)),
+        *((16, 64, 2), (17, 64, 1), (66, 64, 1), (1, 128, 8), (2, 128, 6), (4, 128, 3)),
+        *((15, 8, 8), (16, 16, 6), (18, 16, 4), (31, 1, 3), (40, 1, 2), (66, 1, 2), (67, 1, 1)),
+        *((8, 32, 6), (9, 32, 4), (16, 32, 3), (33, 32, 2), (34, 32, 1)),
     ],
 )
-def test_a_cluster_fills_the_gpu(num_tokens: int, heads: int, shape: tuple[int, int]) -> None:
-    """The release's widths on an H200."""
-    problem = replace(CUDA, num_tokens=num_tokens, num_heads=heads)
-    config = cuda_config(problem)
-    assert config == mma_config(CUDA.records, *shape)
+def test_a_cluster_fills_the_gpu(num_tokens: int, heads: int, ranks: int) -> None:
+    """The release's widths on an H200, by the mma kernel: a scale that is not for the other."""
+    problem = replace(CUDA, num_tokens=num_tokens, num_heads=heads, softmax_scale=2.0)
+    assert cuda_config(problem) == mma_config(CUDA.records, ranks)
     half = replace(problem, num_sms=66)
     twice = replace(problem, num_tokens=2 * num_tokens)
     assert cuda_config(half) == cuda_config(twice)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "wide"),
+    ("num_tokens", "heads", "shape"),
     [
-        *((66, 64, False), (67, 64, True), (8192, 64, True), (132, 32, False)),
-        *((33, 128, False), (34, 128, True), (8192, 128, True), (8192, 16, False)),
+        *((7, 64, None), (8, 64, (32, 5)), (11, 64, (32, 5)), (12, 64, (32, 3))),
+        *((20, 64, (32, 2)), (33, 64, (32, 2)), (34, 64, (32, 1)), (66, 64, (32, 1))),
+        *((67, 64, (64, 1)), (8192, 64, (64, 1)), (66, 33, (32, 1)), (67, 33, (64, 1))),
+        *((3, 128, None), (4, 128, (32, 5)), (16, 128, (32, 2)), (34, 128, (64, 1))),
+        *((15, 32, None), (16, 32, (32, 5)), (66, 32, (32, 2)), (8192, 32, (32, 1))),
+        *((39, 16, None), (67, 1, (32, 1)), (133, 16, None), (264, 1, None), (265, 16, (32, 1))),
     ],
 )
-def test_many_tokens_of_many_heads(num_tokens: int, heads: int, wide: bool) -> None:
+def test_many_tokens(num_tokens: int, heads: int, shape: tuple[int, int] | None) -> None:
     problem = replace(CUDA, num_tokens=num_tokens, num_heads=heads)
-    assert (cuda_config(problem) == WgmmaConfig()) == wide
-    assert cuda_config(replace(problem, batch_invariant=True)) != WgmmaConfig()
+    config = cuda_config(problem)
+    assert config == WgmmaConfig(*shape) if shape else isinstance(config, MmaConfig)
+    assert cuda_config(replace(problem, num_tokens=2 * num_tokens, num_sms=264)) == config
+    assert isinstance(cuda_config(replace(problem, batch_invariant=True)), MmaConfig)
     for scale in (-2.0, 1.5):
-        assert cuda_config(replace(problem, softmax_scale=scale)) != WgmmaConfig()
+        assert isinstance(cuda_config(replace(problem, softmax_scale=scale)), MmaConfig)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [1, 16, 17, 128])
 @pytest.mark.parametrize("widths", [(0, 0), (1, 0), (16, 16), (128, 0), (0, 64), (192, 70000)])
 def test_no_rank_without_a_tile(widths: tuple[int, int], heads: int, batch_invariant: bool) -> None:
-    tiles = sum(math.ceil(width / 16) for width in widths)
     for num_tokens in TOKENS:
         problem = DecodeProblem(num_tokens, heads, *widths, 132, batch_invariant)
         config = cuda_config(problem)
-        assert config.ranks <= max(1, tiles)
-        assert heads > config.heads - 16 or config == WgmmaConfig()
+        rows = 64 if isinstance(config, WgmmaConfig) else 16
+        assert config.ranks <= max(1, sum(math.ceil(width / rows) for width in widths))
+        assert heads > config.heads - (32 if isinstance(config, WgmmaConfig) else 16)
         if not batch_invariant:
             assert (
                 config.ranks == 1
@@ -146,7 +149,7 @@ def test_batch_invariant_ranks_ignore_the_batch(widths: tuple[int, int], ranks: 
         for heads in (1, 128)
         for num_sms in (78, 132)
     )
-    assert configs == {mma_config(CUDA.records, 1, ranks)}
+    assert configs == {mma_config(CUDA.records, ranks)}
 
 
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
@@ -163,9 +166,11 @@ def test_cuda_variants_follow_the_records(records: str, num_heads: int, num_sms:
         record=None if record == "none" else record,
     )
     found = cuda_variants(replace(problem, num_tokens=T) for T in TOKENS)
-    shapes = {shape for shape in MMA_SHAPES if num_heads > 16 or shape[0] == 1}
-    assert found <= {WgmmaConfig(), *(mma_config(records, *shape) for shape in shapes)}
-    assert num_heads == 32 or (WgmmaConfig() in found) == (num_heads > 16)
+    mma = {mma_config(records, ranks) for ranks in MMA_RANKS}
+    few = {WgmmaConfig(32, ranks) for ranks in (1, 2, 3, 5)}
+    assert found <= {WgmmaConfig(64), *few, *mma}
+    assert (WgmmaConfig(64) in found) == (num_heads > 32)
+    assert num_heads == 16 or few & found
     for scale in (1.0, 2.0):
         assert {
             cuda_config(replace(problem, num_tokens=T, softmax_scale=scale)) for T in TOKENS
@@ -174,26 +179,25 @@ def test_cuda_variants_follow_the_records(records: str, num_heads: int, num_sms:
 
 @pytest.mark.parametrize("records", RING_SLOTS)
 def test_ring_slots(records: str) -> None:
-    alone, shared = RING_SLOTS[records]
-    assert mma_config(records, 1, 1) == MmaConfig(slots=shared)
-    assert mma_config(records, 2, 1).slots == alone
-    for ranks in CLUSTER_UNITS:
-        assert mma_config(records, 1, ranks).ctas_per_sm == 1
+    assert mma_config(records, 1) == MmaConfig(slots=RING_SLOTS[records])
+    for ranks in MMA_RANKS[1:]:
+        assert mma_config(records, ranks).ctas_per_sm == 1
 
 
 def test_macros_of_a_config() -> None:
-    config = MmaConfig(m_tiles=2, score_warps=6, value_warps=8, slots=12, ctas_per_sm=1, ranks=4)
-    assert (config.heads, config.threads, config.ctas(5, 132)) == (32, 448, 20)
+    config = MmaConfig(score_warps=6, value_warps=8, slots=12, ctas_per_sm=1, ranks=4)
+    assert (config.threads, config.ctas(5, 132)) == (448, 20)
     assert dict(config.macros) == {
-        "M_TILES": 2,
         "SCORE_WARPS": 6,
         "VALUE_WARPS": 8,
         "SLOTS": 12,
         "CTAS_PER_SM": 1,
         "RANKS": 4,
     }
-    wide = WgmmaConfig()
-    assert (wide.macros, wide.ctas(5, 132), wide.ctas(500, 132)) == ((), 5, 132)
+    queue, cluster = WgmmaConfig(64), WgmmaConfig(32, 3)
+    assert queue.macros == (("HEADS", 64), ("RANKS", 1))
+    assert cluster.macros == (("HEADS", 32), ("RANKS", 3))
+    assert (queue.ctas(5, 132), queue.ctas(500, 132), cluster.ctas(39, 132)) == (5, 132, 117)
 
 
 @pytest.mark.parametrize("num_candidates", [0, 2048])

@@ -17,8 +17,9 @@ from torch import Tensor
 
 import dsv41ops
 from dsv41ops.configs import (
-    MMA_SHAPES,
+    MMA_RANKS,
     RING_SLOTS,
+    WGMMA_US,
     CudaConfig,
     DecodeProblem,
     WgmmaConfig,
@@ -63,14 +64,15 @@ def shipped(records: str) -> set[CudaConfig]:
 
 
 def test_the_gate_sees_every_config() -> None:
-    """A shape that is nowhere the fastest for some records is not compiled for them."""
-    seen: set[tuple[int, int]] = set()
+    """One that is nowhere the fastest for some records is not compiled for them."""
+    seen: set[CudaConfig] = set()
     for records in RING_SLOTS:
         found = shipped(records)
-        shapes = {shape for shape in MMA_SHAPES if mma_config(records, *shape) in found}
-        assert found == {WgmmaConfig(), *(mma_config(records, *shape) for shape in shapes)}
-        seen |= shapes
-    assert seen == set(MMA_SHAPES)
+        wgmma = {WgmmaConfig(*shape) for shape in WGMMA_US["mxfp8"]}
+        assert found <= {*wgmma, *(mma_config(records, ranks) for ranks in MMA_RANKS)}
+        seen |= found
+    assert wgmma < seen
+    assert {config.ranks for config in seen - wgmma} == set(MMA_RANKS)
 
 
 def row_bytes(records: str) -> tuple[int, int]:
@@ -163,14 +165,19 @@ def rows(num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def call(
-    num_tokens: int = 2, heads: int = 20, width: int = 512, swa: str = "mxfp8", sink: bool = True
+    num_tokens: int = 2,
+    heads: int = 20,
+    width: int = 512,
+    swa: str = "mxfp8",
+    sink: bool = True,
+    scale: float = 0.5,
 ) -> tuple[Any, ...]:
     q = torch.zeros(num_tokens, heads + 1, 512).bfloat16()[:, :heads]
     cache = dsv41ops.new_kv_cache(5, 7, "nvfp4" if swa == "mxfp8" else swa)
     return (
         *(q, dsv41ops.new_kv_cache(3, 32, swa), *rows(num_tokens, 128)),
         *(cache, *rows(num_tokens, width)),
-        *(torch.zeros(heads) if sink else None, 0.5, False),
+        *(torch.zeros(heads) if sink else None, scale, False),
     )
 
 
@@ -234,18 +241,24 @@ def test_rotation_of_the_output(recorder: Recorder, dtype: torch.dtype) -> None:
     assert len(recorder.kernels) == 1  # the same kernel
 
 
-@pytest.mark.parametrize(("num_tokens", "heads", "ctas"), [(100, 40, 100), (100, 100, 132)])
-def test_many_tokens_of_many_heads(
-    recorder: Recorder, num_tokens: int, heads: int, ctas: int
-) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "wide", "ctas"),
+    [
+        *((100, 40, 64, 100), (100, 100, 64, 132)),
+        *((100, 5, 32, 100), (60, 40, 32, 120), (200, 20, 32, 132)),
+        *((10, 64, 32, 100), (16, 64, 32, 96), (33, 64, 32, 132)),
+    ],
+)
+def test_many_tokens(recorder: Recorder, num_tokens: int, heads: int, wide: int, ctas: int) -> None:
     sparse_mla_decode.launch_sparse_mla_decode(*call(num_tokens, heads))
-    groups = -(-heads // 64)
+    groups = -(-heads // wide)
     (params,) = recorder.params
     assert (params["head_groups"], params["num_units"]) == (groups, num_tokens * groups)
-    assert recorder.launches == [(ctas, 512, 1, STREAM)]
+    ranks = max(1, ctas // (num_tokens * groups))
+    assert recorder.launches == [(ctas, 512, ranks, STREAM)]
     ((_, source, macros),) = recorder.kernels
     assert source == "sparse_mla_decode_wgmma.cu"
-    assert dict(macros) == {"SWA_RECORD": 528, "RECORD": 288}
+    assert dict(macros) == {"HEADS": wide, "RANKS": ranks, "SWA_RECORD": 528, "RECORD": 288}
 
 
 def test_without_compressed_rows_or_sink(recorder: Recorder) -> None:
@@ -267,11 +280,13 @@ def test_warm_kernels_are_those_of_every_step(recorder: Recorder) -> None:
     for options in sparse_mla_decode.variants(replace(problem, num_tokens=T) for T in tokens):
         sparse_mla_decode.launch_sparse_mla_decode(*call(1, heads=40, width=1), **options)
     warm, recorder.kernels = set(recorder.kernels), []
-    for T in tokens:
-        sparse_mla_decode.launch_sparse_mla_decode(*call(T, heads=40))
+    for scale in (0.5, 2.0):  # the larger is not for wgmma
+        for T in tokens:
+            sparse_mla_decode.launch_sparse_mla_decode(*call(T, heads=40, scale=scale))
     assert set(recorder.kernels) == warm
-    shapes = {(dict(macros).get("M_TILES"), dict(macros).get("RANKS")) for _, _, macros in warm}
-    assert {(None, None), (1, 8), (2, 1)} < shapes <= {*MMA_SHAPES, (None, None)}
+    found = {(dict(macros).get("HEADS"), dict(macros)["RANKS"]) for _, _, macros in warm}
+    assert {(64, 1), (32, 1), (32, 3), (None, 8), (None, 1)} < found
+    assert found <= {*WGMMA_US["mxfp8"], *((None, ranks) for ranks in MMA_RANKS)}
 
 
 def test_no_tokens_launch_nothing(recorder: Recorder) -> None:

@@ -160,10 +160,10 @@ __device__ __forceinline__ float ue8m0(u32 code) {
 }
 // Before the tensor cores or a bulk copy read what this thread has written to shared memory.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// A barrier that so many warps arrive at, once per phase.
-__device__ __forceinline__ void init_barrier(u64& barrier, u32 warps) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)), "r"(warps * LANES_THAT_ARRIVE)
-                 : "memory");
+// A barrier that so many warps arrive at, once per phase, and single lanes.
+__device__ __forceinline__ void init_barrier(u64& barrier, u32 warps, u32 lanes = 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)),
+                 "r"(warps * LANES_THAT_ARRIVE + lanes) : "memory");
 }
 __device__ __forceinline__ void arrive(u64& barrier, int lane) {
     if (lane < LANES_THAT_ARRIVE)

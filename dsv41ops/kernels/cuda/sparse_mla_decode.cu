@@ -1,4 +1,4 @@
-// Sparse MLA decode on Hopper with mma.sync: one CTA serves HEADS heads of one token, a cluster of
+// Sparse MLA decode on Hopper with mma.sync: one CTA serves 16 heads of one token, a cluster of
 // CTAs shares the token's rows and joins its results through distributed shared memory.
 //
 // Tiles of 16 rows pass through a ring of slots in shared memory, as bytes. Score warps copy their
@@ -6,12 +6,13 @@
 // probabilities and add up their slice of the 512 output columns. Both convert bytes to fragments
 // in registers: bf16 tiles would cost more to hand over than a second conversion.
 //
-// Compile-time: M_TILES (16 heads each), SCORE_WARPS, VALUE_WARPS, SLOTS, SWA_RECORD and RECORD
-// (row bytes; RECORD 0: no compressed cache), CTAS_PER_SM, RANKS (CTAs of a cluster).
+// Compile-time: SCORE_WARPS, VALUE_WARPS, SLOTS, SWA_RECORD and RECORD (row bytes; RECORD 0: no
+// compressed cache), CTAS_PER_SM, RANKS (CTAs of a cluster).
 
+#include "cluster.cuh"
 #include "common.cuh"
 
-constexpr int HEADS = 16 * M_TILES;
+constexpr int HEADS = 16;                 // the m of every mma
 constexpr int TILE = 16;                  // rows: a score tile, and the k of one mma over values
 constexpr int HALVES = 8 / VALUE_WARPS;   // slices of 64 output columns per value warp
 constexpr int THREADS = 32 * (SCORE_WARPS + VALUE_WARPS);
@@ -43,28 +44,6 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
 __device__ __forceinline__ u32 merge(u32 a, u32 mask, u32 b, u32 other) {
     return (a & mask) | (b & other);
 }
-// All CTAs of a cluster: before one writes to another, and before one leaves.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 n;
-    asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(n));
-    return n;
-}
-__device__ __forceinline__ u32 remote(u32 address, u32 rank) {
-    u32 d;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(address), "r"(rank));
-    return d;
-}
-// Copies to another CTA; the bytes count at its barrier.
-__device__ __forceinline__ void send(u32 to, u32 from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
-}
 // All value warps.
 __device__ __forceinline__ void value_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * VALUE_WARPS) : "memory");
@@ -83,7 +62,7 @@ __device__ constexpr int groups_of(int record) { return record == 584 ? 8 : reco
 constexpr int TILE_BYTES = TILE * max_of(pitch_of(SWA_RECORD), pitch_of(RECORD));
 constexpr int TILE_SCALES = TILE * max_of(scales_of(SWA_RECORD), scales_of(RECORD));
 constexpr int GROUPS = max_of(groups_of(SWA_RECORD), groups_of(RECORD));
-constexpr int QUERY_BYTES = M_TILES * 32 * 512;  // 32 k-steps of one fragment each
+constexpr int QUERY_BYTES = 32 * 512;  // 32 k-steps of one fragment each
 // Whose order of columns the fragments follow: 288-byte rows leave no choice.
 constexpr int QUERY_ORDER = RECORD == 288 ? 288 : SWA_RECORD;
 static_assert(ONE_RECORD || (SWA_RECORD == 528 && RECORD == 288), "records");
@@ -269,14 +248,13 @@ __device__ __forceinline__ void spread_scales(Shared& sh, int slot, u32 exists, 
 
 // Where the fragment of a k-step begins that lane `owner` (head, quad) reads. Neighbouring k-steps
 // are turned against each other, so that a warp that writes several of them meets fewer conflicts.
-__device__ __forceinline__ int query_place(int tile, int step, int owner) {
-    return ((tile * 32 + step) * 32 + (owner ^ ((step >> 1 & 1) << 2))) * 16;
+__device__ __forceinline__ int query_place(int step, int owner) {
+    return (step * 32 + (owner ^ ((step >> 1 & 1) << 2))) * 16;
 }
 
-// Columns 8 block .. 8 block + 7 of heads h and h + 8 of a tile, to the k-steps that hold them.
+// Columns 8 block .. 8 block + 7 of heads h and h + 8, to the k-steps that hold them.
 template <int R>
-__device__ __forceinline__ void put_query(u8* to, int tile, int h, int block, const float (&x)[8],
-                                          const float (&y)[8]) {
+__device__ __forceinline__ void put_query(u8* to, int h, int block, const float (&x)[8], const float (&y)[8]) {
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
         int step, quad, first, second, gap;  // columns of the two register pairs: first, + gap
@@ -298,20 +276,20 @@ __device__ __forceinline__ void put_query(u8* to, int tile, int h, int block, co
         else
             a = make_uint4(to_f16x2(x[first], x[first + gap]), to_f16x2(y[first], y[first + gap]),
                            to_f16x2(x[second], x[second + gap]), to_f16x2(y[second], y[second + gap]));
-        *reinterpret_cast<uint4*>(to + query_place(tile, step, h * 4 + quad)) = a;
+        *reinterpret_cast<uint4*>(to + query_place(step, h * 4 + quad)) = a;
     }
 }
 
 // Queries, scaled by a power of two per head into f16's range, as fragments in shared memory.
 __device__ __forceinline__ void load_queries(Shared& sh, const Params& p, const u16* q, int heads_left,
                                              int warp, int lane) {
-    constexpr int PAIRS = M_TILES * 8 / VALUE_WARPS;  // of heads h, h + 8, for this warp
+    constexpr int PAIRS = 8 / VALUE_WARPS;  // of heads h, h + 8, for this warp
     uint4 raw[PAIRS][2][2] = {};
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int pair = warp * PAIRS + i, head = (pair >> 3) * 16 + (pair & 7) + half * 8;
+            const int head = warp * PAIRS + i + half * 8;
             if (head < heads_left) {
                 const uint4* from = reinterpret_cast<const uint4*>(q + head * p.q_head_stride);
                 raw[i][half][0] = from[lane], raw[i][half][1] = from[lane + 32];
@@ -319,7 +297,7 @@ __device__ __forceinline__ void load_queries(Shared& sh, const Params& p, const 
         }
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-        const int pair = warp * PAIRS + i;
+        const int h = warp * PAIRS + i;
         float x[2][2][8];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -344,14 +322,12 @@ __device__ __forceinline__ void load_queries(Shared& sh, const Params& p, const 
                     x[half][part][j * 2 + 1] = __uint_as_float(words[j] & 0xffff0000u) * factor;
                 }
             }
-            if (lane == 0)
-                sh.query_factor[(pair >> 3) * 16 + (pair & 7) + half * 8] =
-                    __uint_as_float(static_cast<u32>(127 + exponent) << 23);
+            if (lane == 0) sh.query_factor[h + half * 8] = __uint_as_float(static_cast<u32>(127 + exponent) << 23);
         }
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
             const int block = lane + part * 32;
-            put_query<QUERY_ORDER>(sh.query, pair >> 3, pair & 7, block, x[0][part], x[1][part]);
+            put_query<QUERY_ORDER>(sh.query, h, block, x[0][part], x[1][part]);
         }
     }
 }
@@ -359,41 +335,34 @@ __device__ __forceinline__ void load_queries(Shared& sh, const Params& p, const 
 // ---------------------------------------------------------------- scores of one tile
 
 // Of rows q, q + 4, q + 8 and q + 12: s += c * scale.
-__device__ __forceinline__ void add_scaled(float (&s)[M_TILES][2][4], const float (&c)[M_TILES][2][4], float4 scale) {
+__device__ __forceinline__ void add_scaled(float (&s)[2][4], const float (&c)[2][4], float4 scale) {
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            s[m][0][half * 2] += c[m][0][half * 2] * scale.x;
-            s[m][0][half * 2 + 1] += c[m][0][half * 2 + 1] * scale.y;
-            s[m][1][half * 2] += c[m][1][half * 2] * scale.z;
-            s[m][1][half * 2 + 1] += c[m][1][half * 2 + 1] * scale.w;
-        }
+    for (int half = 0; half < 2; ++half) {
+        s[0][half * 2] += c[0][half * 2] * scale.x;
+        s[0][half * 2 + 1] += c[0][half * 2 + 1] * scale.y;
+        s[1][half * 2] += c[1][half * 2] * scale.z;
+        s[1][half * 2 + 1] += c[1][half * 2 + 1] * scale.w;
+    }
 }
 
 template <int R>
-__device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp, int lane,
-                                           float (&s)[M_TILES][2][4]) {
+__device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp, int lane, float (&s)[2][4]) {
     const int g = lane >> 2, q = lane & 3;
     const u8* tile = sh.ring[slot];
-    auto fragment = [&](int m, int step) {
-        return *reinterpret_cast<const uint4*>(sh.query + query_place(m, step, lane));
-    };
+    auto fragment = [&](int step) { return *reinterpret_cast<const uint4*>(sh.query + query_place(step, lane)); };
     // Column n of the mma is row n/2, n/2 + 4 (odd n), or 8 further in the second n-tile.
     const int row = (g >> 1) + 4 * (g & 1);
     const u8* rows[2] = {tile + row * pitch_of(R), tile + (row + 8) * pitch_of(R)};
     const int turn = swizzle(row);  // the same for row + 8
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s[m][n][i] = 0.f;
+        for (int i = 0; i < 4; ++i) s[n][i] = 0.f;
 
     if constexpr (R == 584) {
 #pragma unroll
         for (int chunk = 0; chunk < 7; ++chunk) {
-            float c[M_TILES][2][4] = {};
+            float c[2][4] = {};
             uint4 raw[2];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
@@ -406,12 +375,9 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
                     b[n][0] = e4m3_to_f16(words[n][j], false), b[n][1] = e4m3_to_f16(words[n][j], true);
+                const uint4 a = fragment(chunk * 4 + j);
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    const uint4 a = fragment(m, chunk * 4 + j);
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) mma_f16(c[m][n], a, b[n][0], b[n][1]);
-                }
+                for (int n = 0; n < 2; ++n) mma_f16(c[n], a, b[n][0], b[n][1]);
             }
             add_scaled(s, c, *reinterpret_cast<const float4*>(&sh.key_scales[warp][chunk][q * 4]));
         }
@@ -422,14 +388,11 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
             for (int n = 0; n < 2; ++n)
                 raw[n] = *reinterpret_cast<const uint4*>(rows[n] + (((32 + h * 4 + q) ^ turn) << 4));
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
+            for (int j = 0; j < 2; ++j) {
+                const uint4 a = fragment(28 + h * 2 + j);
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    const uint4 a = fragment(m, 28 + h * 2 + j);
-#pragma unroll
-                    for (int n = 0; n < 2; ++n)
-                        mma_bf16(s[m][n], a, j ? raw[n].z : raw[n].x, j ? raw[n].w : raw[n].y);
-                }
+                for (int n = 0; n < 2; ++n) mma_bf16(s[n], a, j ? raw[n].z : raw[n].x, j ? raw[n].w : raw[n].y);
+            }
         }
     } else if constexpr (R == 528 && QUERY_ORDER == 288) {
         // A quad's lane holds a whole group of 32 columns per chunk: its scale goes into the keys.
@@ -458,43 +421,35 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
             }
             if (exact) {
 #pragma unroll
-                for (int step = 0; step < 8; ++step)
+                for (int step = 0; step < 8; ++step) {
+                    const uint4 a = fragment(chunk * 8 + step);
 #pragma unroll
-                    for (int m = 0; m < M_TILES; ++m) {
-                        const uint4 a = fragment(m, chunk * 8 + step);
-#pragma unroll
-                        for (int n = 0; n < 2; ++n) mma_f16(s[m][n], a, keys[n][step * 2], keys[n][step * 2 + 1]);
-                    }
+                    for (int n = 0; n < 2; ++n) mma_f16(s[n], a, keys[n][step * 2], keys[n][step * 2 + 1]);
+                }
                 continue;
             }
             // Scales that f16 does not hold, which is rare: one lane's group at a time.
 #pragma unroll 1
             for (int lone = 0; lone < 4; ++lone) {
-                float c[M_TILES][2][4] = {};
+                float c[2][4] = {};
 #pragma unroll
-                for (int step = 0; step < 8; ++step)
+                for (int step = 0; step < 8; ++step) {
+                    const uint4 a = fragment(chunk * 8 + step);
 #pragma unroll
-                    for (int m = 0; m < M_TILES; ++m) {
-                        const uint4 a = fragment(m, chunk * 8 + step);
-#pragma unroll
-                        for (int n = 0; n < 2; ++n)
-                            mma_f16(c[m][n], a, q == lone ? keys[n][step * 2] : 0, q == lone ? keys[n][step * 2 + 1] : 0);
-                    }
+                    for (int n = 0; n < 2; ++n)
+                        mma_f16(c[n], a, q == lone ? keys[n][step * 2] : 0, q == lone ? keys[n][step * 2 + 1] : 0);
+                }
                 const u8* codes = sh.scales[slot] + chunk * 4 + lone;
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float scale = ue8m0(codes[(q + 8 * n + 4 * (i & 1)) * 16]);
-#pragma unroll
-                        for (int m = 0; m < M_TILES; ++m) s[m][n][i] += c[m][n][i] * scale;
-                    }
+                    for (int i = 0; i < 4; ++i) s[n][i] += c[n][i] * ue8m0(codes[(q + 8 * n + 4 * (i & 1)) * 16]);
             }
         }
     } else if constexpr (R == 528) {
 #pragma unroll 4
         for (int chunk = 0; chunk < 16; ++chunk) {
-            float c[M_TILES][2][4] = {};
+            float c[2][4] = {};
             uint2 raw[2];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
@@ -508,12 +463,9 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
                     const u32 word = j ? raw[n].y : raw[n].x;
                     b[n][0] = e4m3_to_f16(word, false), b[n][1] = e4m3_to_f16(word, true);
                 }
+                const uint4 a = fragment(chunk * 2 + j);
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    const uint4 a = fragment(m, chunk * 2 + j);
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) mma_f16(c[m][n], a, b[n][0], b[n][1]);
-                }
+                for (int n = 0; n < 2; ++n) mma_f16(c[n], a, b[n][0], b[n][1]);
             }
             add_scaled(s, c, *reinterpret_cast<const float4*>(&sh.key_scales[warp][chunk][q * 4]));
         }
@@ -541,13 +493,11 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
                     b[n][2] = mul_f16x2(nibbles<2>(w), f), b[n][3] = mul_f16x2(nibbles<3>(w), f);
                 }
 #pragma unroll
-                for (int hh = 0; hh < 2; ++hh)
+                for (int hh = 0; hh < 2; ++hh) {
+                    const uint4 a = fragment(chunk * 8 + j * 2 + hh);
 #pragma unroll
-                    for (int m = 0; m < M_TILES; ++m) {
-                        const uint4 a = fragment(m, chunk * 8 + j * 2 + hh);
-#pragma unroll
-                        for (int n = 0; n < 2; ++n) mma_f16(s[m][n], a, b[n][hh * 2], b[n][hh * 2 + 1]);
-                    }
+                    for (int n = 0; n < 2; ++n) mma_f16(s[n], a, b[n][hh * 2], b[n][hh * 2 + 1]);
+                }
             }
         }
     }
@@ -610,9 +560,8 @@ __device__ __forceinline__ void load_bytes(const Shared& sh, int slot, int warp,
 // acc[half * 8 + i]: columns slice + half * 64 + 8 n + i of the mma's column n. `plain` are the
 // probabilities for bf16 values, `p` for the others.
 template <int R>
-__device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int warp, const uint4 (&p)[M_TILES],
-                                           const uint4 (&plain)[M_TILES],
-                                           float (&acc)[M_TILES][HALVES * 8][4]) {
+__device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int warp, const uint4& p,
+                                           const uint4& plain, float (&acc)[HALVES * 8][4]) {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
         const auto& words = bytes.words[half];
@@ -626,8 +575,7 @@ __device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int 
                         const u32 select = d ? 0x7632 : 0x5410;
                         const u32 b0 = __byte_perm(words[0][j], words[1][j], select);
                         const u32 b1 = __byte_perm(words[2][j], words[3][j], select);
-#pragma unroll
-                        for (int m = 0; m < M_TILES; ++m) mma_bf16(acc[m][half * 8 + j * 2 + d], plain[m], b0, b1);
+                        mma_bf16(acc[half * 8 + j * 2 + d], plain, b0, b1);
                     }
                 continue;
             }
@@ -643,8 +591,7 @@ __device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int 
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const u32 x = mul_f16x2(b0[i], scale0), y = mul_f16x2(b1[i], scale1);
-#pragma unroll
-                    for (int m = 0; m < M_TILES; ++m) mma_f16(acc[m][half * 8 + d * 4 + i], p[m], x, y);
+                    mma_f16(acc[half * 8 + d * 4 + i], p, x, y);
                 }
             }
         } else if (mode == IN_F16) {
@@ -659,8 +606,7 @@ __device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int 
                     for (int i = 0; i < 2; ++i) {
                         const u32 b0 = mul_f16x2(e4m3_to_f16(low, i), scale0);
                         const u32 b1 = mul_f16x2(e4m3_to_f16(high, i), scale1);
-#pragma unroll
-                        for (int m = 0; m < M_TILES; ++m) mma_f16(acc[m][half * 8 + j * 4 + d * 2 + i], p[m], b0, b1);
+                        mma_f16(acc[half * 8 + j * 4 + d * 2 + i], p, b0, b1);
                     }
                 }
         } else {
@@ -675,8 +621,7 @@ __device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int 
                     for (int odd = 0; odd < 2; ++odd) {
                         const u32 b0 = mul_bf16x2(odd ? odd_bytes(low) : even_bytes(low), scale0);
                         const u32 b1 = mul_bf16x2(odd ? odd_bytes(high) : even_bytes(high), scale1);
-#pragma unroll
-                        for (int m = 0; m < M_TILES; ++m) mma_bf16(acc[m][half * 8 + j * 4 + d * 2 + odd], p[m], b0, b1);
+                        mma_bf16(acc[half * 8 + j * 4 + d * 2 + odd], p, b0, b1);
                     }
                 }
         }
@@ -686,68 +631,56 @@ __device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int 
 // N tiles of a value warp: probabilities from scores, then the values that they weigh.
 template <int R, int N>
 __device__ __forceinline__ void weigh_tiles(const Shared& sh, const int (&slots)[N], int warp, int lane,
-                                            float (&peak)[M_TILES][2], float (&total)[M_TILES][2],
-                                            float (&acc)[M_TILES][HALVES * 8][4]) {
+                                            float (&peak)[2], float (&total)[2], float (&acc)[HALVES * 8][4]) {
     const int g = lane >> 2, q = lane & 3;
     uint4 info[N];
-    float4 s[N][M_TILES][2];
-    float top[M_TILES][2];
+    float4 s[N][2];
+    float top[2];
     Bytes<R> bytes[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         info[n] = *reinterpret_cast<const uint4*>(&sh.info[slots[n]]);
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int head = m * 16 + half * 8 + g;
-                s[n][m][half] = *reinterpret_cast<const float4*>(&sh.scores[slots[n]][head][q * 4]);
-                const float t = sh.tops[slots[n]][head];
-                top[m][half] = n == 0 ? t : fmaxf(top[m][half], t);
-            }
+        for (int half = 0; half < 2; ++half) {
+            const int head = half * 8 + g;
+            s[n][half] = *reinterpret_cast<const float4*>(&sh.scores[slots[n]][head][q * 4]);
+            const float t = sh.tops[slots[n]][head];
+            top[half] = n == 0 ? t : fmaxf(top[half], t);
+        }
         load_bytes<R>(sh, slots[n], warp, lane, bytes[n]);
     }
-    bool higher = false;
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-        higher |= top[m][0] > peak[m][0] + PEAK_SLACK || top[m][1] > peak[m][1] + PEAK_SLACK;
+    const bool higher = top[0] > peak[0] + PEAK_SLACK || top[1] > peak[1] + PEAK_SLACK;
     if (__any_sync(~0u, higher)) {
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
+        for (int half = 0; half < 2; ++half) {
+            const float next = fmaxf(peak[half], top[half]);
+            const float fade = exp2_fast(peak[half] - next);
+            peak[half] = next, total[half] *= fade;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float next = fmaxf(peak[m][half], top[m][half]);
-                const float fade = exp2_fast(peak[m][half] - next);
-                peak[m][half] = next, total[m][half] *= fade;
-#pragma unroll
-                for (int j = 0; j < HALVES * 8; ++j)
-                    acc[m][j][half * 2] *= fade, acc[m][j][half * 2 + 1] *= fade;
-            }
+            for (int j = 0; j < HALVES * 8; ++j) acc[j][half * 2] *= fade, acc[j][half * 2 + 1] *= fade;
+        }
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const float lift = __uint_as_float(info[n].y), lower = __uint_as_float(info[n].z);
-        uint4 weights[M_TILES], plain[M_TILES];
+        float4(&x)[2] = s[n];
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-            float4(&x)[2] = s[n][m];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float from = peak[m][half] - lift;
-                x[half].x = exp2_fast(x[half].x - from), x[half].y = exp2_fast(x[half].y - from);
-                x[half].z = exp2_fast(x[half].z - from), x[half].w = exp2_fast(x[half].w - from);
-                total[m][half] += ((x[half].x + x[half].y) + (x[half].z + x[half].w)) * lower;
-            }
-            if (R == 288 || N > 1 || info[n].x == IN_F16)
-                weights[m] = make_uint4(to_f16x2(x[0].x, x[0].y), to_f16x2(x[1].x, x[1].y),
-                                        to_f16x2(x[0].z, x[0].w), to_f16x2(x[1].z, x[1].w));
-            else
-                weights[m] = make_uint4(to_bf16x2(x[0].x, x[0].y), to_bf16x2(x[1].x, x[1].y),
-                                        to_bf16x2(x[0].z, x[0].w), to_bf16x2(x[1].z, x[1].w));
-            if (R == 584 && warp == VALUE_WARPS - 1)
-                plain[m] = make_uint4(to_bf16x2(x[0].x * lower, x[0].y * lower), to_bf16x2(x[1].x * lower, x[1].y * lower),
-                                      to_bf16x2(x[0].z * lower, x[0].w * lower), to_bf16x2(x[1].z * lower, x[1].w * lower));
+        for (int half = 0; half < 2; ++half) {
+            const float from = peak[half] - lift;
+            x[half].x = exp2_fast(x[half].x - from), x[half].y = exp2_fast(x[half].y - from);
+            x[half].z = exp2_fast(x[half].z - from), x[half].w = exp2_fast(x[half].w - from);
+            total[half] += ((x[half].x + x[half].y) + (x[half].z + x[half].w)) * lower;
         }
+        uint4 weights, plain;
+        if (R == 288 || N > 1 || info[n].x == IN_F16)
+            weights = make_uint4(to_f16x2(x[0].x, x[0].y), to_f16x2(x[1].x, x[1].y),
+                                 to_f16x2(x[0].z, x[0].w), to_f16x2(x[1].z, x[1].w));
+        else
+            weights = make_uint4(to_bf16x2(x[0].x, x[0].y), to_bf16x2(x[1].x, x[1].y),
+                                 to_bf16x2(x[0].z, x[0].w), to_bf16x2(x[1].z, x[1].w));
+        if (R == 584 && warp == VALUE_WARPS - 1)
+            plain = make_uint4(to_bf16x2(x[0].x * lower, x[0].y * lower), to_bf16x2(x[1].x * lower, x[1].y * lower),
+                               to_bf16x2(x[0].z * lower, x[0].w * lower), to_bf16x2(x[1].z * lower, x[1].w * lower));
         add_values<R>(bytes[n], N > 1 ? IN_F16 : info[n].x, warp, weights, plain, acc);
     }
 }
@@ -857,19 +790,16 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         int index = index_of(warp + AHEAD * SCORE_WARPS);
         if (RANKS > 1) cluster_wait();
         __syncthreads();  // queries
-        float factor[M_TILES][2];
+        float factor[2];
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                factor[m][half] = sh.query_factor[m * 16 + half * 8 + g] * p.scale_log2;
+        for (int half = 0; half < 2; ++half) factor[half] = sh.query_factor[half * 8 + g] * p.scale_log2;
 
 #pragma unroll 1
         for (int i = warp; i < num_tiles; i += SCORE_WARPS) {
             const int slot = i % SLOTS;
             wait_group<AHEAD - 1>();
             __syncwarp();
-            float s[M_TILES][2][4];
+            float s[2][4];
             float unit = 1.f;
             if (ONE_RECORD || i < work.swa_count) {
                 spread_scales<SWA_RECORD>(sh, slot, exists[0], warp, lane);
@@ -883,25 +813,23 @@ sparse_mla_decode(const __grid_constant__ Params p) {
                 if (TOPK_RECORD == 288) unit = 16384.f;
             }
 #pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float f = factor[m][half] * unit;
-                    float4 v = make_float4(s[m][0][half * 2] * f, s[m][0][half * 2 + 1] * f,
-                                           s[m][1][half * 2] * f, s[m][1][half * 2 + 1] * f);
-                    if (exists[0] != 0xffffu) {
-                        v.x = exists[0] >> q & 1 ? v.x : -INF;
-                        v.y = exists[0] >> (q + 4) & 1 ? v.y : -INF;
-                        v.z = exists[0] >> (q + 8) & 1 ? v.z : -INF;
-                        v.w = exists[0] >> (q + 12) & 1 ? v.w : -INF;
-                    }
-                    float top = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
-                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                    const int head = m * 16 + half * 8 + g;
-                    *reinterpret_cast<float4*>(&sh.scores[slot][head][q * 4]) = v;
-                    if (q == 0) sh.tops[slot][head] = top;
+            for (int half = 0; half < 2; ++half) {
+                const float f = factor[half] * unit;
+                float4 v = make_float4(s[0][half * 2] * f, s[0][half * 2 + 1] * f,
+                                       s[1][half * 2] * f, s[1][half * 2 + 1] * f);
+                if (exists[0] != 0xffffu) {
+                    v.x = exists[0] >> q & 1 ? v.x : -INF;
+                    v.y = exists[0] >> (q + 4) & 1 ? v.y : -INF;
+                    v.z = exists[0] >> (q + 8) & 1 ? v.z : -INF;
+                    v.w = exists[0] >> (q + 12) & 1 ? v.w : -INF;
                 }
+                float top = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                const int head = half * 8 + g;
+                *reinterpret_cast<float4*>(&sh.scores[slot][head][q * 4]) = v;
+                if (q == 0) sh.tops[slot][head] = top;
+            }
             __syncwarp();
             arrive(sh.full[slot], lane);
             exists[0] = exists[1];
@@ -919,16 +847,13 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     load_queries(sh, p, p.q + token * p.q_token_stride + first_head * p.q_head_stride, heads_left, warp, lane);
     if (RANKS > 1) cluster_wait();
     __syncthreads();
-    float acc[M_TILES][HALVES * 8][4];
-    float peak[M_TILES][2], total[M_TILES][2];
+    float acc[HALVES * 8][4];
+    float peak[2], total[2];
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m) {
+    for (int i = 0; i < HALVES * 8; ++i)
 #pragma unroll
-        for (int i = 0; i < HALVES * 8; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) acc[m][i][j] = 0.f;
-        peak[m][0] = peak[m][1] = NO_PEAK, total[m][0] = total[m][1] = 0.f;
-    }
+        for (int j = 0; j < 4; ++j) acc[i][j] = 0.f;
+    peak[0] = peak[1] = NO_PEAK, total[0] = total[1] = 0.f;
 
     auto free_slot = [&](int slot) {
         arrive(sh.empty[slot], lane);
@@ -969,12 +894,10 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     }
 
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            total[m][half] += __shfl_xor_sync(~0u, total[m][half], 1);
-            total[m][half] += __shfl_xor_sync(~0u, total[m][half], 2);
-        }
+    for (int half = 0; half < 2; ++half) {
+        total[half] += __shfl_xor_sync(~0u, total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+    }
 
     auto finish = [&](int head, float top, float sum) {  // the factor of the output, and lse
         float factor = sum;
@@ -993,36 +916,32 @@ sparse_mla_decode(const __grid_constant__ Params p) {
                     const int pair = (q * 2 + n) * 4 + i;
                     const float2 turn = make_float2(__shfl_sync(~0u, own_turn.x, pair), __shfl_sync(~0u, own_turn.y, pair));
 #pragma unroll
-                    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
-                            turn_back(turn, acc[m][HALVES * 8 - 8 + i * 2][half * 2 + n],
-                                      acc[m][HALVES * 8 - 8 + i * 2 + 1][half * 2 + n]);
+                    for (int half = 0; half < 2; ++half)
+                        turn_back(turn, acc[HALVES * 8 - 8 + i * 2][half * 2 + n],
+                                  acc[HALVES * 8 - 8 + i * 2 + 1][half * 2 + n]);
                 }
         }
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
+        for (int half = 0; half < 2; ++half) {
+            const int head = half * 8 + g;
+            if (head >= heads_left) continue;
+            const float2 end = finish(head, peak[half], total[half]);
+            if (warp == 0 && q == 0)
+                p.lse[token * p.lse_token_stride + (first_head + head) * p.lse_head_stride] = end.y;
+            u16* to = p.out + token * p.out_token_stride + (first_head + head) * p.out_head_stride;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int head = m * 16 + half * 8 + g;
-                if (head >= heads_left) continue;
-                const float2 end = finish(head, peak[m][half], total[m][half]);
-                if (warp == 0 && q == 0)
-                    p.lse[token * p.lse_token_stride + (first_head + head) * p.lse_head_stride] = end.y;
-                u16* to = p.out + token * p.out_token_stride + (first_head + head) * p.out_head_stride;
+            for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h)
+                for (int n = 0; n < 2; ++n) {
+                    u32 packed[4];
 #pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        u32 packed[4];
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            packed[i] = to_bf16x2(acc[m][h * 8 + i * 2][half * 2 + n] * end.x,
-                                                  acc[m][h * 8 + i * 2 + 1][half * 2 + n] * end.x);
-                        *reinterpret_cast<uint4*>(to + (warp * HALVES + h) * 64 + (q * 2 + n) * 8) =
-                            make_uint4(packed[0], packed[1], packed[2], packed[3]);
-                    }
-            }
+                    for (int i = 0; i < 4; ++i)
+                        packed[i] = to_bf16x2(acc[h * 8 + i * 2][half * 2 + n] * end.x,
+                                              acc[h * 8 + i * 2 + 1][half * 2 + n] * end.x);
+                    *reinterpret_cast<uint4*>(to + (warp * HALVES + h) * 64 + (q * 2 + n) * 8) =
+                        make_uint4(packed[0], packed[1], packed[2], packed[3]);
+                }
+        }
         return;
     }
 
@@ -1036,21 +955,19 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         return ((slice * HEADS + (head ^ (slice & 1))) * 4 + (four ^ (slice & 3))) * 16;
     };
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
+    for (int half = 0; half < 2; ++half) {
+        const int head = half * 8 + g;
+        if (warp == 0 && q == 0) sh.stats[rank][head] = make_float2(peak[half], total[half]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int head = m * 16 + half * 8 + g;
-            if (warp == 0 && q == 0) sh.stats[rank][head] = make_float2(peak[m][half], total[m][half]);
+        for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h)
+            for (int n = 0; n < 2; ++n)
 #pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        *reinterpret_cast<float4*>(sent + place_of((warp * HALVES + h) * 4 + q, head, n * 2 + i)) =
-                            make_float4(acc[m][h * 8 + i * 4][half * 2 + n], acc[m][h * 8 + i * 4 + 1][half * 2 + n],
-                                        acc[m][h * 8 + i * 4 + 2][half * 2 + n], acc[m][h * 8 + i * 4 + 3][half * 2 + n]);
-        }
+                for (int i = 0; i < 2; ++i)
+                    *reinterpret_cast<float4*>(sent + place_of((warp * HALVES + h) * 4 + q, head, n * 2 + i)) =
+                        make_float4(acc[h * 8 + i * 4][half * 2 + n], acc[h * 8 + i * 4 + 1][half * 2 + n],
+                                    acc[h * 8 + i * 4 + 2][half * 2 + n], acc[h * 8 + i * 4 + 3][half * 2 + n]);
+    }
     if (turns) sh.turn[lane] = own_turn;
     publish();
     value_sync();

@@ -1,0 +1,290 @@
+// Producer warps of the wgmma kernel: rows as bytes into a ring, from there as f16 into a stage.
+#pragma once
+
+#include "instructions.cuh"
+#include "queries.cuh"
+#include "shared.cuh"
+
+// Where a producer warp's rows of a block lie, lane by lane.
+struct Rows {
+    u32 data;          // in 16 bytes
+    u32 in_page;       // row number
+    u32 exists;        // the same in all lanes
+};
+
+template <int R>
+__device__ __forceinline__ Rows find_rows(const Pool& pool, int slot, int lane) {
+    const bool valid = lane < WARP_ROWS && static_cast<u32>(slot) < pool.num_slots;
+    Rows rows;
+    rows.exists = __ballot_sync(~0u, valid);
+    const Place at = locate<R>(pool, valid ? slot : 0);
+    rows.data = at.row_start;
+    rows.in_page = at.row;
+    return rows;
+}
+
+// Rows first .. first + BATCH - 1 of the warp into a ring, some lanes a row; ones that do not exist
+// become zeros.
+template <int R>
+__device__ __forceinline__ void copy_rows(const Pool& pool, const Rows& rows, int first, u32 ring, int lane) {
+    constexpr int LANES = 32 / BATCH, PIECES = (R == 584 ? 576 : R) / 16;
+    const int own = lane / LANES, piece = lane % LANES;
+    const bool there = rows.exists >> (first + own) & 1;
+    const u8* from = pool.bytes + static_cast<u64>(__shfl_sync(~0u, rows.data, first + own)) * 16 + piece * 16;
+    hold(from);
+    const u32 to = ring + own * RING_PITCH + piece * 16;
+#pragma unroll
+    for (int i = 0; i < PIECES; i += LANES)
+        if (i + LANES <= PIECES || piece < PIECES - i) copy16(to + i * 16, from + i * 16, there);
+    if constexpr (R == 584) {
+        // All scales of a page follow all its data.
+        const u32 in_page = __shfl_sync(~0u, rows.in_page, first + own);
+        const u64 scales = static_cast<u64>(pool.page_size) * 576 - static_cast<u64>(in_page) * 568;
+        if (piece == 0) copy_few<8>(to + 576, from + scales, there);
+    }
+}
+
+// A lane's slot of a block, -1 if there is none.
+__device__ __forceinline__ int load_slot(const Params& p, const Unit& unit, int block, int warp, int lane) {
+    block += unit.first_block;
+    const bool in_swa = block < unit.swa_blocks;
+    const Pool& pool = in_swa ? p.swa : p.topk;
+    const int at = (in_swa ? block : block - unit.swa_blocks) * BLOCK + warp * WARP_ROWS + lane;
+    const bool there = lane < WARP_ROWS && at < (in_swa ? unit.swa_len : unit.topk_len);
+    return there ? pool.indices[unit.token * pool.indices_stride + at] : -1;
+}
+
+// What a lane takes of a batch out of the ring: columns 16 lane .. 16 lane + 15 of every row, some
+// lanes the second half first, so that neither these loads nor the stores that follow meet in a bank.
+template <int R> __device__ __forceinline__ int second_first(int lane) {
+    return (lane >> 2 ^ lane >> (R == 288 ? 4 : 3)) & 1;
+}
+struct Batch {
+    uint2 first[BATCH], second[BATCH];
+    u32 code[BATCH];  // of the scale
+    uint4 rest;       // of 584-byte rows: a piece of a bf16 part, eight lanes a row
+};
+
+template <int R>
+__device__ __forceinline__ void take_rows(const u8 (&ring)[BATCH][RING_PITCH], int lane, Batch& batch) {
+    const int swap = second_first<R>(lane);
+#pragma unroll
+    for (int r = 0; r < BATCH; ++r) {
+        if constexpr (R == 288) {
+            const u8* from = ring[r] + lane * 8;
+            batch.first[r].x = *reinterpret_cast<const u32*>(from + swap * 4);
+            batch.second[r].x = *reinterpret_cast<const u32*>(from + (swap ^ 1) * 4);
+            batch.code[r] = ring[r][256 + lane];
+        } else {
+            const u8* from = ring[r] + lane * 16;
+            batch.first[r] = *reinterpret_cast<const uint2*>(from + swap * 8);
+            batch.second[r] = *reinterpret_cast<const uint2*>(from + (swap ^ 1) * 8);
+            batch.code[r] = R == 584 ? ring[r][576 + (lane >> 2)] : ring[r][512 + (lane >> 1)];
+        }
+    }
+    static_assert(BATCH == 4, "eight lanes a row");
+    if constexpr (R == 584)
+        batch.rest = *reinterpret_cast<const uint4*>(&ring[0][0] + (lane >> 3) * RING_PITCH + 448 + (lane & 7) * 16);
+}
+
+// Codes of scales that f16 does not hold: harmless if nothing but zeros has them, as in a row that
+// does not exist. True if something else has.
+__device__ __forceinline__ bool excuse_zeros(Batch& batch) {
+    bool unfit = false;
+#pragma unroll
+    for (int r = 0; r < BATCH; ++r) {
+        const u32 bits = batch.first[r].x | batch.first[r].y | batch.second[r].x | batch.second[r].y;
+        if ((bits & 0x7f7f7f7fu) == 0 && batch.code[r] != 255) batch.code[r] = 127;
+        unfit |= batch.code[r] - 113u > 21u;
+    }
+    return unfit;
+}
+
+// A batch as f16: a lane's pieces of every row, the first one first.
+struct Converted {
+    uint4 first[BATCH], second[BATCH], rest;
+};
+
+// True if f16 does not hold one of this lane's numbers.
+template <int R> __device__ __forceinline__ bool convert_rows(Batch& batch, Converted& to, int lane) {
+    bool unfit = false;
+    if constexpr (R != 288) {
+        const bool has_columns = R != 584 || lane < 28;
+        bool outside = false;
+#pragma unroll
+        for (int r = 0; r < BATCH; ++r) outside |= batch.code[r] - 113u > 21u;
+        if (__any_sync(~0u, outside && has_columns)) unfit = excuse_zeros(batch) && has_columns;
+    }
+#pragma unroll
+    for (int r = 0; r < BATCH; ++r) {
+        u32 words[8];
+        u32 scale;
+        if constexpr (R == 288) {
+            scale = __byte_perm(e4m3_to_f16(batch.code[r], false), 0, 0x1010);
+            e2m1_to_f16(batch.first[r].x, words), e2m1_to_f16(batch.second[r].x, words + 4);
+        } else {
+            scale = batch.code[r] * 0x04000400u - 112u * 0x04000400u;  // 2^(code - 127), twice
+            const u32 raw[4] = {batch.first[r].x, batch.first[r].y, batch.second[r].x, batch.second[r].y};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) words[i] = e4m3_to_f16(raw[i >> 1], i & 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) words[i] = mul_f16x2(words[i], scale);
+        to.first[r] = make_uint4(words[0], words[1], words[2], words[3]);
+        to.second[r] = make_uint4(words[4], words[5], words[6], words[7]);
+    }
+    if constexpr (R == 584) {
+        const uint4 v = make_uint4(bf16_to_f16(batch.rest.x), bf16_to_f16(batch.rest.y), bf16_to_f16(batch.rest.z),
+                                   bf16_to_f16(batch.rest.w));
+        unfit |= !is_finite(larger(larger(larger(larger(0, v.x), v.y), v.z), v.w));
+        to.rest = v;
+    }
+    return unfit;
+}
+
+// Into a stage that begins, for this warp, at `stage`: rows `row` and following. Row r of eight turns its
+// pieces by r.
+template <int R> __device__ __forceinline__ void store_rows(const Converted& batch, u32 stage, int row, int lane) {
+    const u32 at = stage + (lane >> 2) * (BLOCK * 128) + (lane & 3) * 32 + second_first<R>(lane) * 16;
+    if (R != 584 || lane < 28) {
+#pragma unroll
+        for (int r = 0; r < BATCH; ++r) {
+            const u32 to = (at ^ ((row + r) & 7) * 16) + (row + r) * 128;
+            store16(to, batch.first[r]), store16(to ^ 16, batch.second[r]);
+        }
+    }
+    if constexpr (R == 584) {
+        const int own = row + (lane >> 3);
+        store16(stage + 7 * (BLOCK * 128) + own * 128 + ((lane & 7) ^ (own & 7)) * 16, batch.rest);
+    }
+}
+
+// Keeps what was computed before a wait before it.
+__device__ __forceinline__ void hold(Converted& batch) {
+#pragma unroll
+    for (int r = 0; r < BATCH; ++r) {
+        uint4 &a = batch.first[r], &b = batch.second[r];
+        asm volatile("" : "+r"(a.x), "+r"(a.y), "+r"(a.z), "+r"(a.w), "+r"(b.x), "+r"(b.y), "+r"(b.z), "+r"(b.w));
+    }
+}
+
+// What a producer warp knows of a block.
+struct Block {
+    u32 bits;
+    __device__ __forceinline__ static Block of(bool in_swa, bool first, int busy, u32 exists) {
+        return {1u | in_swa << 1 | first << 2 | (busy & (BUSY - 1)) << 4 | exists << 8};
+    }
+    __device__ __forceinline__ bool more() const { return bits & 1; }      // none at the end
+    __device__ __forceinline__ bool in_swa() const { return bits & 2; }    // whose cache
+    __device__ __forceinline__ bool first() const { return bits & 4; }     // of its unit
+    __device__ __forceinline__ u32 busy() const { return bits >> 4 & (BUSY - 1); }  // units before it with blocks
+    __device__ __forceinline__ u32 exists() const { return bits >> 8; }    // the warp's rows
+};
+
+// The blocks of all units of this CTA in a row. Lengths are loaded a unit ahead of their use, slots a block.
+struct Walk {
+    int number, block, busy, slot;
+    Unit unit;
+    Lens lens;
+    __device__ __forceinline__ Walk(const Params& p, int warp, int lane)
+        : number(first_unit()), block(0), busy(0), unit(p, number, {p.swa.width, p.topk.width}) {
+        // The first slots are loaded beside the lengths, as if these were whole.
+        const bool guess = unit.num_blocks > 0;
+        const int first = unit.first_block, swa_blocks = unit.swa_blocks, guessed = guess ? load_slot(p, unit, 0, warp, lane) : -1;
+        unit = Unit(p, number);
+        lens = load_lens(p, number + units_apart());
+        const bool in_swa = first < unit.swa_blocks;
+        if (guess && first == unit.first_block && unit.num_blocks > 0 && (in_swa || unit.swa_blocks == swa_blocks)) {
+            const int at = (in_swa ? first : first - unit.swa_blocks) * BLOCK + warp * WARP_ROWS + lane;
+            slot = at < (in_swa ? unit.swa_len : unit.topk_len) ? guessed : -1;
+        } else {
+            block = -1;
+            step(p, warp, lane);
+        }
+    }
+    __device__ __forceinline__ void step(const Params& p, int warp, int lane) {
+        ++block;
+        while (block >= unit.num_blocks && number < p.num_units) {
+            busy += unit.num_blocks > 0, block = 0, number += units_apart();
+            unit = Unit(p, number, lens);
+            lens = load_lens(p, number + units_apart());
+        }
+        slot = load_slot(p, unit, block, warp, lane);
+    }
+    __device__ __forceinline__ Block next(const Params& p, Rows& rows, int warp, int lane) {
+        if (number >= p.num_units) return {0};
+        const bool in_swa = unit.first_block + block < unit.swa_blocks;
+        if (ONE_RECORD) rows = find_rows<SWA_RECORD>(in_swa ? p.swa : p.topk, slot, lane);
+        else if (in_swa) rows = find_rows<SWA_RECORD>(p.swa, slot, lane);
+        else rows = find_rows<TOPK_RECORD>(p.topk, slot, lane);
+        const Block found = Block::of(in_swa, block == 0, busy, rows.exists);
+        step(p, warp, lane);
+        return found;
+    }
+};
+
+__device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, int lane) {
+    // Blocks ahead of the one that is converted of which rows are copied.
+    constexpr int AHEAD = (BATCHES + WARP_BATCHES - 1) / WARP_BATCHES;
+    Walk walk(p, warp, lane);
+    Rows rows;
+    Block blocks[AHEAD + 1];
+    auto copy = [&](const Block& block, int batch, int place) {
+        const u32 ring = smem_address(sh.ring[warp][place]);
+        if (block.more()) {
+            if (ONE_RECORD) copy_rows<SWA_RECORD>(block.in_swa() ? p.swa : p.topk, rows, batch * BATCH, ring, lane);
+            else if (block.in_swa()) copy_rows<SWA_RECORD>(p.swa, rows, batch * BATCH, ring, lane);
+            else copy_rows<TOPK_RECORD>(p.topk, rows, batch * BATCH, ring, lane);
+        }
+        commit();
+    };
+#pragma unroll
+    for (int i = 0; i < BATCHES; ++i) {
+        if (i % WARP_BATCHES == 0) blocks[i / WARP_BATCHES] = walk.next(p, rows, warp, lane);
+        copy(blocks[i / WARP_BATCHES], i % WARP_BATCHES, i);
+    }
+    if (RANKS > 1) cluster_wait();
+    int place = 0, units = 0;
+#pragma unroll 1
+    for (int count = 0; blocks[0].more(); ++count) {
+        const int stage = count % STAGES;
+        const u32 base = smem_address(sh.rows[stage]) + warp * WARP_ROWS * 128;
+        const bool in_swa = ONE_RECORD || blocks[0].in_swa();
+        bool unfit = false;
+#pragma unroll
+        for (int b = 0; b < WARP_BATCHES; ++b) {
+            const int coming = b + BATCHES;
+            Batch batch;
+            Converted converted;
+            wait_group<BATCHES - 1>();
+            __syncwarp();
+            if (in_swa) take_rows<SWA_RECORD>(sh.ring[warp][place], lane, batch);
+            else take_rows<TOPK_RECORD>(sh.ring[warp][place], lane, batch);
+            __syncwarp();
+            if (coming % WARP_BATCHES == 0) blocks[coming / WARP_BATCHES] = walk.next(p, rows, warp, lane);
+            copy(blocks[coming / WARP_BATCHES], coming % WARP_BATCHES, place);
+            place = place == BATCHES - 1 ? 0 : place + 1;
+            if (in_swa) unfit |= convert_rows<SWA_RECORD>(batch, converted, lane);
+            else unfit |= convert_rows<TOPK_RECORD>(batch, converted, lane);
+            // The first batch is ready when the stage is free.
+            if (b == 0 && count >= STAGES) {
+                hold(converted);
+                wait_barrier(sh.rows_empty[stage], (count / STAGES - 1) & 1);
+            }
+            if (in_swa) store_rows<SWA_RECORD>(converted, base, b * BATCH, lane);
+            else store_rows<TOPK_RECORD>(converted, base, b * BATCH, lane);
+        }
+        if (blocks[0].first()) {
+            wait_barrier(sh.query_full, units++ & 1);
+            unfit |= convert_queries(sh, warp * 32 + lane);
+        }
+        if (lane < WARP_ROWS / 4) sh.row_mask[stage][warp * (WARP_ROWS / 4) + lane] = blocks[0].exists() >> lane * 4 & 15;
+        if (unfit) sh.unfit[blocks[0].busy()] = 1;
+        publish();
+        __syncwarp();
+        arrive(sh.rows_full[stage], lane);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) blocks[i] = blocks[i + 1];
+    }
+    wait_group<0>();
+}

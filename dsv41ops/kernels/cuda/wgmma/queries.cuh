@@ -1,0 +1,52 @@
+// Queries of the wgmma kernel in shared memory, [head, column] in the layout of a stage: score warps copy
+// them there as bf16 when they have no more use for the ones before; producers make them f16 in place,
+// with 64 heads the score warps too.
+#pragma once
+
+#include "instructions.cuh"
+#include "shared.cuh"
+
+// The pieces, 16 bytes each, of one of so many threads, and where they lie.
+template <int WARPS, int UNROLL, typename F>
+__device__ __forceinline__ void for_query_pieces(Shared& sh, int thread, F&& f) {
+    constexpr int AT_ONCE = 32 * WARPS / 64;  // heads
+    const int piece = thread & 63;
+    const u32 column = smem_address(sh.query[piece >> 3]);
+#pragma unroll UNROLL
+    for (int i = 0; i < HEADS / AT_ONCE; ++i) {
+        const int head = i * AT_ONCE + (thread >> 6);
+        f(head, piece, column + head * 128 + (((piece & 7) ^ (head & 7)) << 4));
+    }
+}
+
+__device__ __forceinline__ void score_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+
+// By score warps; they arrive at query_full.
+__device__ __forceinline__ void copy_queries(Shared& sh, const Params& p, const Unit& unit, int thread) {
+    const u16* from = p.q + unit.token * p.q_token_stride + unit.first_head * p.q_head_stride;
+    const int heads_left = p.num_heads - unit.first_head;
+    for_query_pieces<SCORE_WARPS, 2>(sh, thread, [&](int head, int piece, u32 to) {
+        const bool there = head < heads_left;
+        copy16(to, reinterpret_cast<const u8*>(from + (there ? head * p.q_head_stride : 0) + piece * 8), there);
+    });
+    arrive_with_copies(sh.query_full);
+}
+
+constexpr int QUERY_WARPS = FEW_HEADS ? PRODUCER_WARPS : PRODUCER_WARPS + SCORE_WARPS;
+
+// Those of a thread of these warps. True if f16 does not hold one of them.
+__device__ __forceinline__ bool convert_queries(Shared& sh, int thread) {
+    u32 top = 0;
+    for_query_pieces<QUERY_WARPS, 2>(sh, thread, [&](int, int, u32 at) {
+        const uint4 v = load16(at);
+        u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(words[k]) : "r"(QUERY_SCALE_BF16 * 0x10001u));
+            words[k] = bf16_to_f16(words[k]);
+            top = larger(top, words[k]);
+        }
+        store16(at, make_uint4(words[0], words[1], words[2], words[3]));
+    });
+    return !is_finite(top);
+}

@@ -1,0 +1,176 @@
+// Score warps of the wgmma kernel for 32 heads: rows · queries, and probabilities. Every warp has 16
+// rows of a block and all heads: of a lane, rows g and g + 8 and heads 8 j + 2 q and 8 j + 2 q + 1.
+#pragma once
+
+#include "queries.cuh"
+
+// Whether any score warp says so.
+__device__ __forceinline__ bool any_score_warp(bool yes) {
+    int any;
+    asm volatile("{\n.reg .pred p, r;\nsetp.ne.b32 p, %1, 0;\nbar.red.or.pred r, 1, 128, p;\nselp.b32 %0, 1, 0, r;\n}"
+        : "=r"(any) : "r"(static_cast<int>(yes)) : "memory");
+    return any;
+}
+
+// Sums or maxima of the eight lanes that have a head.
+template <typename F> __device__ __forceinline__ void reduce_lanes(float (&x)[8], F&& f) {
+#pragma unroll
+    for (int d = 4; d <= 16; d <<= 1)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = f(x[i], __shfl_xor_sync(~0u, x[i], d));
+}
+
+// A lane's eight heads, in a table by head.
+__device__ __forceinline__ void put_heads(float (&table)[HEADS], int q, const float (&x)[8]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) *reinterpret_cast<float2*>(&table[j * 8 + q * 2]) = make_float2(x[j * 2], x[j * 2 + 1]);
+}
+
+// A lane's head: its peak and sum in this CTA to those of all, which also gives everyone's factors.
+__device__ __forceinline__ float2 join_stats(Shared& sh, float2 own, float sink, int lane) {
+    const int rank = own_rank();
+    sh.stats[rank][lane] = own;
+    publish();
+    __syncwarp();
+    if (lane < RANKS && lane != rank)
+        send(remote(smem_address(sh.stats[rank]), lane), smem_address(sh.stats[rank]), sizeof(sh.stats[0]),
+             remote(smem_address(&sh.stats_here), lane));
+    wait_barrier(sh.stats_here, 0);
+    float top = NO_PEAK, sum = 0.f;
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) top = fmaxf(top, sh.stats[r][lane].x);
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) sum += sh.stats[r][lane].y * exp2_fast(sh.stats[r][lane].x - top);
+    const float factor = sum == 0.f ? 0.f : reciprocal(sum + exp2_fast(sink * LOG2E - top));
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) sh.factor[r][lane] = exp2_fast(sh.stats[r][lane].x - top) * factor;
+    const bool unfit = __any_sync(~0u, sum != sum);
+    if (lane == 0) sh.unfit_somewhere = unfit;
+    __syncwarp();
+    return make_float2(top, sum);
+}
+
+__device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp, int lane) {
+    const int thread = warp * 32 + lane, q = lane & 3;
+    if (RANKS > 1) cluster_wait();
+    int count = 0, nth = 0;
+    Unit next(p, first_unit());
+    // Before them: no score warp multiplies the queries before.
+    auto copy_next = [&] {
+        if (next.num_blocks > 0) copy_queries(sh, p, next, thread);
+    };
+    copy_next();
+#pragma unroll 1
+    for (int number = first_unit(); number < p.num_units; number += units_apart(), ++nth) {
+        const Unit unit = next;
+        const int num_blocks = __shfl_sync(~0u, unit.num_blocks, 0);  // uniform, as the compiler sees it
+        const Lens lens = load_lens(p, number + units_apart());
+        const float2 turn = load_turn(p, unit.token, lane);
+        const int own_head = unit.first_head + lane;
+        const float sink = load_sink(p, own_head);
+        float peak[8], total[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) peak[i] = NO_PEAK, total[i] = 0.f;
+        const float scale = p.scale_log2 / QUERY_SCALE;
+        if (num_blocks == 0) next = Unit(p, number + units_apart(), lens), copy_next();
+#pragma unroll 1
+        for (int block = 0; block < num_blocks; ++block, ++count) {
+            const int stage = __shfl_sync(~0u, count % STAGES, 0);  // descriptors in uniform registers
+            wait_barrier(sh.rows_full[stage], count / STAGES & 1);
+            float s[16];
+            const u32 rows = descriptor(stage_address(stage), 16), query = descriptor(query_address(), 16);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 32; ++k)
+                wgmma_few<0>(s, rows + offset((k >> 2) * BLOCK * 128 + (k & 3) * 32),
+                             query + offset((k >> 2) * HEADS * 128 + (k & 3) * 32), k > 0);
+            wgmma_commit();
+            wgmma_wait();
+            // Row 16 w + 4 n + i of the block: bit 8 n + i of word w.
+            const u32 there = reinterpret_cast<const u32*>(sh.row_mask[stage])[warp];
+            const int bit = (lane >> 4) * 8 + (lane >> 2 & 3);
+            bool higher = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const bool exists = there >> (bit + half * 16) & 1;
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& x = s[j * 4 + half * 2 + i];
+                        x = exists ? x * scale : -INF;
+                        higher |= x > peak[j * 2 + i] + PEAK_SLACK;
+                    }
+            }
+            const bool moves = any_score_warp(higher);
+            if (block == num_blocks - 1) next = Unit(p, number + units_apart(), lens), copy_next();
+            if (count >= 1) wait_barrier(sh.weights_empty, (count - 1) & 1);
+            if (moves) {
+                float top[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) top[i] = fmaxf(s[(i >> 1) * 4 + (i & 1)], s[(i >> 1) * 4 + (i & 1) + 2]);
+                reduce_lanes(top, [](float a, float b) { return fmaxf(a, b); });
+                if (lane < 4) put_heads(sh.tops[warp], q, top);
+                score_sync();
+                float fade[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const int head = (i >> 1) * 8 + q * 2 + (i & 1);
+                    float next = peak[i];
+#pragma unroll
+                    for (int w = 0; w < SCORE_WARPS; ++w) next = fmaxf(next, sh.tops[w][head]);
+                    fade[i] = exp2_fast(peak[i] - next);
+                    peak[i] = next, total[i] *= fade[i];
+                }
+                if (warp == 0 && lane < 4) put_heads(sh.fade, q, fade);
+                if (thread == 0) sh.rescale = count + 1;
+            }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const int head = (i >> 2) * 2 + (i & 1);
+                s[i] = exp2_fast(s[i] - peak[head]);
+                total[head] += s[i];
+            }
+            // Matrices: heads 8 j .. 8 j + 7 and the warp's rows 0-7 and 8-15, transposed.
+#pragma unroll
+            for (int j = 0; j < 4; j += 2) {
+                const int head = (j + (lane >> 4)) * 8 + (lane & 7), piece = warp * 2 + (lane >> 3 & 1);
+                store_transposed(smem_address(sh.weights) + head * 128 + ((piece ^ (head & 7)) << 4),
+                                 to_f16x2(s[j * 4], s[j * 4 + 1]), to_f16x2(s[j * 4 + 2], s[j * 4 + 3]),
+                                 to_f16x2(s[j * 4 + 4], s[j * 4 + 5]), to_f16x2(s[j * 4 + 6], s[j * 4 + 7]));
+            }
+            publish();
+            __syncwarp();
+            arrive(sh.weights_full, lane);
+        }
+        if (num_blocks > 0) {
+            reduce_lanes(total, [](float a, float b) { return a + b; });
+            if (lane < 4) put_heads(sh.sums[warp], q, total);
+            if (warp == 0 && lane < 4) put_heads(sh.peaks, q, peak);
+            score_sync();
+        }
+        if (nth > 0) wait_barrier(sh.unit_taken, (nth - 1) & 1);
+        if (warp == 0) {
+            sh.turn[lane] = turn;
+            float sum = 0.f, top = NO_PEAK;
+            if (num_blocks > 0) {
+#pragma unroll
+                for (int w = 0; w < SCORE_WARPS; ++w) sum += sh.sums[w][lane];
+                top = sh.peaks[lane];
+            }
+            bool writes = own_head < p.num_heads;
+            if constexpr (RANKS > 1) {
+                const float2 all = join_stats(sh, make_float2(top, sh.unfit[0] ? __int_as_float(0x7fffffff) : sum), sink, lane);
+                top = all.x, sum = all.y;
+                writes &= own_rank() == 0 && !sh.unfit_somewhere;
+            } else {
+                sh.factor[0][lane] = sum == 0.f ? 0.f : reciprocal(sum + exp2_fast(sink * LOG2E - top));
+            }
+            if (writes)
+                p.lse[unit.token * p.lse_token_stride + own_head * p.lse_head_stride] =
+                    sum == 0.f ? -INF : (top + log2_fast(sum)) * LN2;
+            __syncwarp();
+        }
+        arrive(sh.unit_done, lane);
+    }
+}
