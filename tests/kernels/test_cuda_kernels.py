@@ -36,9 +36,9 @@ from dsv41ops.kernels.cuda import nvrtc, sparse_mla_decode
 SM_REGISTERS = 65536
 SM_SHARED_BYTES = 228 * 1024
 RESERVED_BYTES = 1024  # of shared memory, per CTA, by the driver
-# ptxas keeps a few scalars on the stack: of the mma kernel with 584-byte rows (32 bytes by NVRTC
-# 13.0, 40 by 13.5), and of the wgmma kernel's score role, as roles share registers by setmaxnreg.
-STACK_BYTES = 48
+# ptxas keeps a few scalars on the stack, most for clusters of the wgmma kernel, whose roles share
+# registers by setmaxnreg: 24 bytes by NVRTC 13.0, 8 by 13.5.
+STACK_BYTES = 32
 SIZES = {"P": 8, "q": 8, "i": 4, "I": 4, "f": 4}
 STREAM = 77
 
