@@ -7,7 +7,8 @@
 // Columns 16 lane .. 16 lane + 15 of one row, in f32.
 template <int R>
 __device__ __forceinline__ void read_row(const Pool& pool, u32 slot, int lane, float (&v)[16]) {
-    const u32 page = slot / pool.page_size, row = slot - page * pool.page_size;
+    const u32 page = slot / pool.page_size;
+    const u64 row = slot - page * pool.page_size;  // pages may be longer than 2^32 bytes
     const u8* start = pool.bytes + static_cast<i64>(page) * pool.page_stride;
     if (R == 584 && lane >= 28) {
         const u8* from = start + row * 576 + 448 + (lane - 28) * 32;
