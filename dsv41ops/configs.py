@@ -144,7 +144,16 @@ def _fastest(blocks: int, programs: int, num_sms: int) -> int:
 
 
 @dataclass(frozen=True)
-class MmaConfig:
+class _Variant:
+    """What a CUDA source is compiled with, besides the records, is every field."""
+
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        return tuple((name.upper(), value) for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True)
+class MmaConfig(_Variant):
     """A cluster of ``ranks`` CTAs, which share a token's rows, for every 16 heads of it."""
 
     source: ClassVar = "sparse_mla_decode.cu"
@@ -160,18 +169,13 @@ class MmaConfig:
     def threads(self) -> int:
         return 32 * (self.score_warps + self.value_warps)
 
-    @property
-    def macros(self) -> tuple[tuple[str, int], ...]:
-        """What the source is compiled with, besides the records."""
-        return tuple((name.upper(), value) for name, value in asdict(self).items())
-
     def ctas(self, num_units: int, num_sms: int) -> int:
         """Of a launch for so many tokens times groups of heads."""
         return num_units * self.ranks
 
 
 @dataclass(frozen=True)
-class WgmmaConfig:
+class WgmmaConfig(_Variant):
     """A CTA per SM with a queue of units of ``heads`` heads, or a cluster of ``ranks`` for each."""
 
     source: ClassVar = "sparse_mla_decode_wgmma.cu"
@@ -180,10 +184,6 @@ class WgmmaConfig:
 
     heads: int
     ranks: int = 1
-
-    @property
-    def macros(self) -> tuple[tuple[str, int], ...]:
-        return tuple((name.upper(), value) for name, value in asdict(self).items())
 
     def ctas(self, num_units: int, num_sms: int) -> int:
         return min(num_units, num_sms) if self.ranks == 1 else num_units * self.ranks

@@ -93,12 +93,22 @@ def check_states(
     check_at_least("states_per_page", states_per_page, 1)
     check_at_least("compress_ratio", compress_ratio, 1)
     check_dcp(world, rank, interleave)
+    check_whole_blocks("states_per_page", states_per_page, world, interleave)
+
+
+def check_whole_blocks(
+    name: str, states: int, world: int, interleave: int, form: str = "{}"
+) -> None:
+    """Under DCP; ``form`` is what is said of the number that is accepted."""
     if world > 1:
         # A page would otherwise hold states of a block that is not allocated yet.
         expect(
-            states_per_page % interleave == 0,
-            "states_per_page",
-            lambda: f"a multiple of cp_interleave = {interleave} under DCP, got {states_per_page}",
+            states % interleave == 0,
+            name,
+            lambda: (
+                form.format(f"a multiple of cp_interleave = {interleave}")
+                + f" under DCP, got {states}"
+            ),
         )
 
 

@@ -15,6 +15,7 @@ from dsv41ops.checks.common import (
     check_rope,
     check_size,
     check_tensor,
+    check_whole_blocks,
     expect,
     expect_stride,
     shape_of,
@@ -164,17 +165,7 @@ def check_indexer_topk(
     _check_range("num_candidate_blocks", num_candidate_blocks, 0, MAX_SELECTED)
     _check_range("candidate_block_size", candidate_block_size, 1, MAX_BLOCK_SIZE)
     check_dcp(dcp_world_size, dcp_rank, cp_interleave)
-    if dcp_world_size > 1:
-        # As in check_states.
-        states = cache.shape[1]
-        expect(
-            states % cp_interleave == 0,
-            "cache",
-            lambda: (
-                f"pages of a multiple of cp_interleave = {cp_interleave} rows under DCP, "
-                f"got {states}"
-            ),
-        )
+    check_whole_blocks("cache", cache.shape[1], dcp_world_size, cp_interleave, "pages of {} rows")
 
 
 def _check_range(name: str, value: int | torch.SymInt, least: int, most: int) -> None:

@@ -19,7 +19,7 @@ from dsv41ops.reference.records import (
     read_rows,
     write_rows,
 )
-from dsv41ops.reference.rope import has_position, rotate_last
+from dsv41ops.reference.rope import group_start, has_position, rotate_last
 
 
 def encode_index_keys(keys: Tensor, record: IndexRecord) -> Tensor:
@@ -72,10 +72,10 @@ def indexer_k_insert(
     eps: float,
 ) -> None:
     record = INDEX_RECORDS[int(cache.shape[2])]
-    group_start = positions.to(torch.int64) // compress_ratio * compress_ratio
+    starts = group_start(positions, compress_ratio)
     written = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
-    written &= has_position(group_start, cos_sin)
+    written &= has_position(starts, cos_sin)
     keys = rms_norm(k[written].float(), norm_weight, eps)
-    keys = rotate_last(keys, group_start[written], cos_sin)
+    keys = rotate_last(keys, starts[written], cos_sin)
     rows = encode_index_keys(keys, record)
     write_rows(cache, record, slot_mapping[written].to(torch.int64), rows)

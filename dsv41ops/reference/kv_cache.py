@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv41ops.layouts import HEAD_DIM, ROPE_DIM, record_of
 from dsv41ops.reference.records import decode, encode, read_rows, to_bf16, write_rows
-from dsv41ops.reference.rope import has_position, rotate_last
+from dsv41ops.reference.rope import group_start, has_position, rotate_last
 
 
 def kv_cache_insert(kv: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
@@ -25,11 +25,11 @@ def rope_kv_cache_insert(
     cache: Tensor,
     compress_ratio: int,
 ) -> None:
-    group_start = positions.to(torch.int64) // compress_ratio * compress_ratio
+    starts = group_start(positions, compress_ratio)
     nope, rope = kv.split([HEAD_DIM - ROPE_DIM, ROPE_DIM], 1)
-    rope = rotate_last(rope.float(), group_start, cos_sin)
+    rope = rotate_last(rope.float(), starts, cos_sin)
     rows = torch.cat([nope, to_bf16(rope) if kv.dtype == torch.bfloat16 else rope], 1)
-    slots = torch.where(has_position(group_start, cos_sin), slot_mapping, -1)
+    slots = torch.where(has_position(starts, cos_sin), slot_mapping, -1)
     kv_cache_insert(rows, slots, cache)
 
 

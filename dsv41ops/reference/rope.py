@@ -8,6 +8,11 @@ from torch import Tensor
 from dsv41ops.layouts import ROPE_DIM
 
 
+def group_start(positions: Tensor, compress_ratio: int) -> Tensor:
+    """int64 position of the first token of each position's group; below 0 stays below 0."""
+    return positions.to(torch.int64) // compress_ratio * compress_ratio
+
+
 def has_position(positions: Tensor, cos_sin: Tensor) -> Tensor:
     """Whether the table has a row for each position."""
     return (positions >= 0) & (positions < cos_sin.shape[0])

@@ -123,6 +123,11 @@ __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
 // Two e4m3, of either half of a word, to two f16.
 __device__ __forceinline__ u32 e4m3_to_f16(u32 word, bool high) {
     u32 d;
@@ -154,6 +159,10 @@ __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+// lse from what is summed up in powers of 2 over a peak.
+__device__ __forceinline__ float log_sum(float peak, float sum) {
+    return sum == 0.f ? -INF : (peak + log2_fast(sum)) * LN2;
 }
 __device__ __forceinline__ float ue8m0(u32 code) {
     return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fffffffu : code << 23);

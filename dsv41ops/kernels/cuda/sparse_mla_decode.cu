@@ -35,11 +35,6 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const uint4& a, u32 b0, u
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
-    u32 d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
 // (a & mask) | (b & other)
 __device__ __forceinline__ u32 merge(u32 a, u32 mask, u32 b, u32 other) {
     return (a & mask) | (b & other);
@@ -902,7 +897,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     auto finish = [&](int head, float top, float sum) {  // the factor of the output, and lse
         float factor = sum;
         if (p.sink != nullptr) factor += exp2_fast(p.sink[first_head + head] * LOG2E - top);
-        return make_float2(sum == 0.f ? 0.f : reciprocal(factor), sum == 0.f ? -INF : (top + log2_fast(sum)) * LN2);
+        return make_float2(sum == 0.f ? 0.f : reciprocal(factor), log_sum(top, sum));
     };
 
     const bool turns = p.positions != nullptr && warp == VALUE_WARPS - 1;  // which has the columns

@@ -7,7 +7,7 @@ from dsv41ops.kernels.triton.common import kernel, to_f32
 from dsv41ops.kernels.triton.encode import encode_mxfp4, encode_mxfp8
 from dsv41ops.kernels.triton.norm import inverse_rms
 from dsv41ops.kernels.triton.records import decode_e8m0
-from dsv41ops.kernels.triton.rope import NUM_PAIRS, find_row, rotate
+from dsv41ops.kernels.triton.rope import NUM_PAIRS, find_row, group_start, rotate
 from dsv41ops.layouts import INDEX_FP8, INDEX_HEAD_DIM, INDEX_RECORDS
 
 WIDTH = tl.constexpr(INDEX_HEAD_DIM)
@@ -41,9 +41,7 @@ def _indexer_k_insert_kernel(
     k = to_f32(tl.load(k_ptr + token * k_stride + column))
     weight = to_f32(tl.load(norm_weight_ptr + column))
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    # Division rounds to 0 here, and would make a position of -1.
-    position = tl.where(position < 0, -1, position // compress_ratio * compress_ratio)
+    position = group_start(tl.load(positions_ptr + token).to(tl.int64), compress_ratio)
     cos_sin_row, known = find_row(cos_sin_ptr, cos_sin_stride, num_positions, position)
     key = k * inverse_rms(k, eps, WIDTH) * weight
     pair = group * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :] - (WIDTH // 2 - NUM_PAIRS)

@@ -7,7 +7,7 @@ from torch import Tensor
 from dsv41ops.kernels.triton.common import bf16_to_f32, f32_to_bf16, kernel, to_f32
 from dsv41ops.kernels.triton.encode import encode_mxfp8, encode_nvfp4
 from dsv41ops.kernels.triton.records import BF16, FP8_DS_MLA, MXFP8, ROPE_START
-from dsv41ops.kernels.triton.rope import find_row, rotate
+from dsv41ops.kernels.triton.rope import find_row, group_start, rotate
 from dsv41ops.layouts import HEAD_DIM as _HEAD_DIM
 from dsv41ops.layouts import record_of
 
@@ -102,9 +102,7 @@ def _kv_cache_insert_kernel(
     write = (slot >= 0) & (slot < num_slots)
     cos_sin_row, known = None, True
     if cos_sin_ptr is not None:
-        position = tl.load(positions_ptr + token).to(tl.int64)
-        # Division rounds to 0 here, and would make a position of -1.
-        position = tl.where(position < 0, -1, position // compress_ratio * compress_ratio)
+        position = group_start(tl.load(positions_ptr + token).to(tl.int64), compress_ratio)
         cos_sin_row, known = find_row(cos_sin_ptr, cos_sin_stride, num_positions, position)
         write = write & known
     kv_row = kv_ptr + token * kv_stride

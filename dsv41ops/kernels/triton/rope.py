@@ -13,6 +13,13 @@ NUM_PAIRS = tl.constexpr(ROPE_DIM // 2)
 
 
 @triton.jit
+def group_start(position, compress_ratio):
+    """The int64 position of the first token of a position's group; -1 below 0."""
+    # Division rounds to 0 here, and would make a position of -1.
+    return tl.where(position < 0, -1, position // compress_ratio * compress_ratio)
+
+
+@triton.jit
 def find_row(cos_sin_ptr, cos_sin_stride, num_positions, position):
     """The row of an int64 position, and whether there is one: another is not to be read."""
     known = (position >= 0) & (position < num_positions)

@@ -214,8 +214,7 @@ struct Walk {
     __device__ __forceinline__ Block next(const Params& p, Rows& rows, int warp, int lane) {
         if (number >= p.num_units) return {0};
         const bool in_swa = unit.first_block + block < unit.swa_blocks;
-        if (ONE_RECORD) rows = find_rows<SWA_RECORD>(in_swa ? p.swa : p.topk, slot, lane);
-        else if (in_swa) rows = find_rows<SWA_RECORD>(p.swa, slot, lane);
+        if (ONE_RECORD || in_swa) rows = find_rows<SWA_RECORD>(in_swa ? p.swa : p.topk, slot, lane);
         else rows = find_rows<TOPK_RECORD>(p.topk, slot, lane);
         const Block found = Block::of(in_swa, block == 0, busy, rows.exists);
         step(p, warp, lane);
@@ -232,8 +231,8 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
     auto copy = [&](const Block& block, int batch, int place) {
         const u32 ring = smem_address(sh.ring[warp][place]);
         if (block.more()) {
-            if (ONE_RECORD) copy_rows<SWA_RECORD>(block.in_swa() ? p.swa : p.topk, rows, batch * BATCH, ring, lane);
-            else if (block.in_swa()) copy_rows<SWA_RECORD>(p.swa, rows, batch * BATCH, ring, lane);
+            const bool in_swa = block.in_swa();
+            if (ONE_RECORD || in_swa) copy_rows<SWA_RECORD>(in_swa ? p.swa : p.topk, rows, batch * BATCH, ring, lane);
             else copy_rows<TOPK_RECORD>(p.topk, rows, batch * BATCH, ring, lane);
         }
         commit();

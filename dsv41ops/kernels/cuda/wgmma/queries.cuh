@@ -36,14 +36,14 @@ constexpr int QUERY_WARPS = FEW_HEADS ? PRODUCER_WARPS : PRODUCER_WARPS + SCORE_
 
 // Those of a thread of these warps. True if f16 does not hold one of them.
 __device__ __forceinline__ bool convert_queries(Shared& sh, int thread) {
+    const u32 scale = (__float_as_uint(QUERY_SCALE) >> 16) * 0x10001u;  // twice, in bf16
     u32 top = 0;
     for_query_pieces<QUERY_WARPS, 2>(sh, thread, [&](int, int, u32 at) {
         const uint4 v = load16(at);
         u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(words[k]) : "r"(QUERY_SCALE_BF16 * 0x10001u));
-            words[k] = bf16_to_f16(words[k]);
+            words[k] = bf16_to_f16(mul_bf16x2(words[k], scale));
             top = larger(top, words[k]);
         }
         store16(at, make_uint4(words[0], words[1], words[2], words[3]));

@@ -113,10 +113,9 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
             total[half] += __shfl_xor_sync(~0u, total[half], 2);
             const int head = warp * 16 + half * 8 + (lane >> 2);
             if ((lane & 3) == 0 && unit.first_head + head < p.num_heads) {
-                const float sum = total[half] + exp2_fast(sink[half] * LOG2E - peak[half]);
-                sh.factor[0][head] = total[half] == 0.f ? 0.f : reciprocal(sum);
+                sh.factor[0][head] = output_factor(peak[half], total[half], sink[half]);
                 p.lse[unit.token * p.lse_token_stride + (unit.first_head + head) * p.lse_head_stride] =
-                    total[half] == 0.f ? -INF : (peak[half] + log2_fast(total[half])) * LN2;
+                    log_sum(peak[half], total[half]);
             }
         }
         __syncwarp();

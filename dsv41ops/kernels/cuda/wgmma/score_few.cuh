@@ -41,7 +41,7 @@ __device__ __forceinline__ float2 join_stats(Shared& sh, float2 own, float sink,
     for (int r = 0; r < RANKS; ++r) top = fmaxf(top, sh.stats[r][lane].x);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) sum += sh.stats[r][lane].y * exp2_fast(sh.stats[r][lane].x - top);
-    const float factor = sum == 0.f ? 0.f : reciprocal(sum + exp2_fast(sink * LOG2E - top));
+    const float factor = output_factor(top, sum, sink);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) sh.factor[r][lane] = exp2_fast(sh.stats[r][lane].x - top) * factor;
     const bool unfit = __any_sync(~0u, sum != sum);
@@ -164,11 +164,9 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
                 top = all.x, sum = all.y;
                 writes &= own_rank() == 0 && !sh.unfit_somewhere;
             } else {
-                sh.factor[0][lane] = sum == 0.f ? 0.f : reciprocal(sum + exp2_fast(sink * LOG2E - top));
+                sh.factor[0][lane] = output_factor(top, sum, sink);
             }
-            if (writes)
-                p.lse[unit.token * p.lse_token_stride + own_head * p.lse_head_stride] =
-                    sum == 0.f ? -INF : (top + log2_fast(sum)) * LN2;
+            if (writes) p.lse[unit.token * p.lse_token_stride + own_head * p.lse_head_stride] = log_sum(top, sum);
             __syncwarp();
         }
         arrive(sh.unit_done, lane);

@@ -17,7 +17,6 @@ constexpr int VALUE_REGISTERS = FEW_HEADS ? 168 : 160, SCORE_REGISTERS = FEW_HEA
 constexpr int PRODUCER_REGISTERS = FEW_HEADS ? 128 : 112;
 constexpr float PEAK_SLACK = 8.f;       // probabilities may reach 2^PEAK_SLACK before a rescale
 constexpr float QUERY_SCALE = 8.f;      // small queries keep their bits in f16, large ones fit
-constexpr u32 QUERY_SCALE_BF16 = 0x4100;
 
 // A producer warp's rows of a block come in batches, a cp.async group each, through a ring of its own.
 constexpr int WARP_ROWS = BLOCK / PRODUCER_WARPS;
@@ -101,4 +100,8 @@ struct Unit {
 
 __device__ __forceinline__ float load_sink(const Params& p, int head) {
     return p.sink != nullptr && head < p.num_heads ? p.sink[head] : -INF;
+}
+// What a head's finished sums are multiplied by.
+__device__ __forceinline__ float output_factor(float peak, float sum, float sink) {
+    return sum == 0.f ? 0.f : reciprocal(sum + exp2_fast(sink * LOG2E - peak));
 }

@@ -87,7 +87,6 @@ __device__ __forceinline__ void attend_slowly(const Params& p, int number, int w
 #pragma unroll
         for (int j = 0; j < 16; j += 2) to[j / 2] = to_bf16x2(acc[j] * factor, acc[j + 1] * factor);
         if (lane == 0)
-            p.lse[unit.token * p.lse_token_stride + head * p.lse_head_stride] =
-                total == 0.f ? -INF : (peak + log2_fast(total)) * LN2;
+            p.lse[unit.token * p.lse_token_stride + head * p.lse_head_stride] = log_sum(peak, total);
     }
 }

@@ -6,20 +6,6 @@
 
 __device__ __forceinline__ void value_sync() { asm volatile("bar.sync 2, %0;" ::"n"(32 * VALUE_WARPS) : "memory"); }
 
-// x[i] of lane j of a quad to x[j] of its lane i.
-__device__ __forceinline__ void transpose_quad(u32 (&x)[4], int q) {
-#pragma unroll
-    for (int d = 1; d <= 2; d <<= 1) {
-        const bool upper = q & d;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & d) continue;
-            const u32 got = __shfl_xor_sync(~0u, upper ? x[i] : x[i + d], d);
-            (upper ? x[i] : x[i + d]) = got;
-        }
-    }
-}
-
 // Whether f16 does not hold a number of this unit; that is then forgotten. `busy`: units before this
 // one that have blocks.
 __device__ __forceinline__ bool take_unfit(Shared& sh, const Unit& unit, int& busy, int warp, int lane) {

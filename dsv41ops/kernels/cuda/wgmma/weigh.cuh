@@ -5,6 +5,20 @@
 #include "slow.cuh"
 #include "values.cuh"
 
+// x[i] of lane j of a quad to x[j] of its lane i.
+__device__ __forceinline__ void transpose_quad(u32 (&x)[4], int q) {
+#pragma unroll
+    for (int d = 1; d <= 2; d <<= 1) {
+        const bool upper = q & d;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & d) continue;
+            const u32 got = __shfl_xor_sync(~0u, upper ? x[i] : x[i + d], d);
+            (upper ? x[i] : x[i + d]) = got;
+        }
+    }
+}
+
 __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int lane) {
     const int group = warp >> 2;  // 256 columns each
     const int head = (warp & 3) * 16 + (lane >> 2);
