@@ -26,18 +26,21 @@ PROGRAM_COST = 2
 COMBINE_COST = 1
 
 # Of the CUDA C++ kernels, whose unit of work is some heads of one token.
-# The mma kernel: tiles of 16 rows in the ring of a CTA that shares an SM with another, per pair of
-# records: as many as there is room for.
+# The mma kernel: tiles of 16 rows in the ring of a CTA that shares an SM with another, and of one
+# that has it to itself, per pair of records: as many as there is room for, or use.
 RING_TILE = 16
 RING_SLOTS = {
-    "fp8_ds_mla+none": 8,
-    "fp8_ds_mla+fp8_ds_mla": 8,
-    "mxfp8+none": 9,
-    "mxfp8+mxfp8": 9,
-    "mxfp8+nvfp4": 9,
-    "nvfp4+none": 14,
-    "nvfp4+nvfp4": 14,
+    "fp8_ds_mla+none": (8, 12),
+    "fp8_ds_mla+fp8_ds_mla": (8, 12),
+    "mxfp8+none": (9, 12),
+    "mxfp8+mxfp8": (9, 12),
+    "mxfp8+nvfp4": (9, 12),
+    "nvfp4+none": (14, 12),
+    "nvfp4+nvfp4": (14, 12),
+    "bf16+none": (5, 10),
+    "bf16+bf16": (5, 10),
 }
+SCORE_WARP_SLOTS = 2  # of a ring, at least
 MEASURED_SMS = 132
 # CTAs of a cluster: how many clusters of that size an H200, which has 132 SMs, runs at once. Larger
 # ones do not fill every GPC.
@@ -53,6 +56,7 @@ WAVE_US: dict[str, dict[int, float]] = {
     "mxfp8": {8: 9.0, 6: 10.1, 4: 11.4, 3: 14.0, 2: 18.4, 1: 27.7, SHARED: 41.6},
     "mxfp8+nvfp4": {8: 8.9, 6: 10.0, 4: 11.3, 3: 14.2, 2: 18.6, 1: 30.0, SHARED: 46.7},
     "nvfp4": {8: 8.7, 6: 9.6, 4: 11.0, 3: 13.6, 2: 17.0, 1: 26.6, SHARED: 42.6},
+    "bf16": {8: 8.5, 6: 9.5, 4: 11.3, 3: 13.9, 2: 17.4, 1: 31.7, SHARED: 48.4},
 }
 # The wgmma kernel's rows at a time.
 WGMMA_BLOCK = 64
@@ -62,6 +66,7 @@ WGMMA_US: dict[str, dict[tuple[int, int], float]] = {
     "mxfp8": {(32, 5): 13.5, (32, 3): 16.6, (32, 2): 18.0, (32, 1): 26.8, (64, 1): 32.3},
     "mxfp8+nvfp4": {(32, 5): 13.3, (32, 3): 16.2, (32, 2): 18.0, (32, 1): 26.6, (64, 1): 35.2},
     "nvfp4": {(32, 5): 12.9, (32, 3): 15.5, (32, 2): 16.8, (32, 1): 24.6, (64, 1): 31.2},
+    "bf16": {(32, 5): 13.2, (32, 3): 15.8, (32, 2): 19.1, (32, 1): 29.4, (64, 1): 33.1},
 }
 # In first ones: CTAs begin their next unit before the last one's end.
 FURTHER_WAVE = 0.83
@@ -159,9 +164,9 @@ class MmaConfig(_Variant):
     source: ClassVar = "sparse_mla_decode.cu"
     heads: ClassVar = 16
 
-    score_warps: int = 4
-    value_warps: int = 4
-    slots: int = 8
+    score_warps: int
+    value_warps: int
+    slots: int
     ctas_per_sm: int = 2
     ranks: int = 1
 
@@ -207,9 +212,10 @@ def cuda_config(problem: DecodeProblem) -> CudaConfig:
 
 def mma_config(records: str, ranks: int) -> MmaConfig:
     """A rank of several has an SM to itself, and with it more warps and a longer ring."""
+    shared, alone = RING_SLOTS[records]
     if ranks == 1:
-        return MmaConfig(slots=RING_SLOTS[records])
-    return MmaConfig(score_warps=6, value_warps=8, slots=12, ctas_per_sm=1, ranks=ranks)
+        return MmaConfig(min(4, shared // SCORE_WARP_SLOTS), 4, shared)
+    return MmaConfig(alone // SCORE_WARP_SLOTS, 8, alone, ctas_per_sm=1, ranks=ranks)
 
 
 def cuda_variants(problems: Iterable[DecodeProblem]) -> set[CudaConfig]:

@@ -179,9 +179,11 @@ def test_cuda_variants_follow_the_records(records: str, num_heads: int, num_sms:
 
 @pytest.mark.parametrize("records", RING_SLOTS)
 def test_ring_slots(records: str) -> None:
-    assert mma_config(records, 1) == MmaConfig(slots=RING_SLOTS[records])
-    for ranks in MMA_RANKS[1:]:
-        assert mma_config(records, ranks).ctas_per_sm == 1
+    for ranks in MMA_RANKS:
+        config = mma_config(records, ranks)
+        assert config.slots == RING_SLOTS[records][ranks > 1]
+        assert config.ctas_per_sm == (2 if ranks == 1 else 1)
+        assert config.slots >= 2 * config.score_warps
 
 
 def test_macros_of_a_config() -> None:

@@ -55,6 +55,9 @@ struct Params {
 // Both caches have one kind of record, or there is no compressed cache; and the compressed one's.
 constexpr bool ONE_RECORD = RECORD == 0 || RECORD == SWA_RECORD;
 constexpr int TOPK_RECORD = RECORD ? RECORD : SWA_RECORD;
+// Rows that tensor cores take as they are.
+#define BF16_ROWS (SWA_RECORD == 1024)
+static_assert(ONE_RECORD || !BF16_ROWS && RECORD != 1024, "records");
 
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }

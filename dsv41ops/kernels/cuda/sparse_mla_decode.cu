@@ -4,7 +4,8 @@
 // Tiles of 16 rows pass through a ring of slots in shared memory, as bytes. Score warps copy their
 // tiles in by cp.async and multiply them with the queries; value warps turn the scores into
 // probabilities and add up their slice of the 512 output columns. Both convert bytes to fragments
-// in registers: bf16 tiles would cost more to hand over than a second conversion.
+// in registers: bf16 tiles would cost more to hand over than a second conversion. Rows of the bf16
+// record are fragments as they are.
 //
 // Compile-time: SCORE_WARPS, VALUE_WARPS, SLOTS, SWA_RECORD and RECORD (row bytes; RECORD 0: no
 // compressed cache), CTAS_PER_SM, RANKS (CTAs of a cluster).
@@ -48,14 +49,14 @@ __device__ __forceinline__ void value_sync() {
 
 __device__ constexpr int pitch_of(int record) {
     // 584: 448 bytes of e4m3, 64 unused, 128 of bf16; so that swizzled pieces stay inside.
-    return record == 584 ? 640 : record == 528 ? 512 : record == 288 ? 256 : 0;
+    return record == 584 ? 640 : record == 528 ? 512 : record == 288 ? 256 : record;
 }
 __device__ constexpr int scales_of(int record) { return record == 584 ? 8 : record == 528 ? 16 : record == 288 ? 32 : 0; }
 // Of UE8M0 scales; e4m3 ones stay as they come.
 __device__ constexpr int groups_of(int record) { return record == 584 ? 8 : record == 528 ? 16 : 0; }
 
 constexpr int TILE_BYTES = TILE * max_of(pitch_of(SWA_RECORD), pitch_of(RECORD));
-constexpr int TILE_SCALES = TILE * max_of(scales_of(SWA_RECORD), scales_of(RECORD));
+constexpr int TILE_SCALES = max_of(TILE * max_of(scales_of(SWA_RECORD), scales_of(RECORD)), 1);
 constexpr int GROUPS = max_of(groups_of(SWA_RECORD), groups_of(RECORD));
 constexpr int QUERY_BYTES = 32 * 512;  // 32 k-steps of one fragment each
 // Whose order of columns the fragments follow: 288-byte rows leave no choice.
@@ -78,7 +79,7 @@ struct Shared {
     alignas(16) float scores[SLOTS][HEADS][TILE];
     alignas(16) u8 scales[SLOTS][TILE_SCALES];
     alignas(16) u32 value_scales[SLOTS][max_of(GROUPS, 2) / 2][TILE];  // 16 bits of an even and an odd group
-    alignas(16) float key_scales[SCORE_WARPS][QUERY_ORDER == 288 ? 1 : GROUPS][TILE];
+    alignas(16) float key_scales[SCORE_WARPS][QUERY_ORDER == 288 ? 1 : max_of(GROUPS, 1)][TILE];
     alignas(16) Info info[SLOTS];
     float tops[SLOTS][HEADS];                    // of a tile's scores
     float query_factor[HEADS];                   // what queries were divided by, a power of two
@@ -135,6 +136,12 @@ __device__ __forceinline__ void copy_rows(const u8* bytes, u32 data, u32 exists,
         for (int i = 0; i < TILE; i += 2)
             copy(ring + (i + odd) * 256 + ((piece ^ swizzle(i + odd)) << 4), i + odd, piece);
         copy(scales + lane * 16, lane >> 1, 16 + (lane & 1));
+    } else if constexpr (R == 1024) {
+#pragma unroll
+        for (int i = 0; i < 2 * TILE; ++i) {
+            const int r = i >> 1, piece = lane + (i & 1) * 32;
+            copy(ring + r * 1024 + ((piece ^ swizzle(r)) << 4), r, piece);
+        }
     } else {
         // The last four pieces of lanes of a 584-byte row begin its bf16 part.
         const int place = R == 584 && lane >= 28 ? lane + 4 : lane;
@@ -185,6 +192,8 @@ __device__ __forceinline__ void spread_scales(Shared& sh, int slot, u32 exists, 
     const u8* raw = sh.scales[slot] + row * scales_of(R) + part * (scales_of(R) / 2);
     if constexpr (R == 288) {
         set_info(sh.info[slot], lane, IN_F16, 14);
+    } else if constexpr (R == 1024) {
+        set_info(sh.info[slot], lane, IN_BF16, 0);
     } else {
         constexpr int CODES = R == 584 ? 4 : 8;
         u32 words[CODES / 4];
@@ -255,9 +264,7 @@ __device__ __forceinline__ void put_query(u8* to, int h, int block, const float 
         int step, quad, first, second, gap;  // columns of the two register pairs: first, + gap
         if (R == 584 && block < 56) {
             step = (block >> 3) * 4 + (block & 1) * 2 + part, quad = block >> 1 & 3;
-        } else if (R == 584) {
-            step = 28 + (block >> 2 & 1) * 2 + part, quad = block & 3;
-        } else if (R == 528) {
+        } else if (R != 288) {
             step = (block >> 2) * 2 + part, quad = block & 3;
         } else {
             step = (block >> 4) * 8 + (block & 3) * 2 + part, quad = block >> 2 & 3;
@@ -265,7 +272,7 @@ __device__ __forceinline__ void put_query(u8* to, int h, int block, const float 
         if (R == 288) first = part * 2, second = first + 1, gap = 4;
         else first = part * 4, second = first + 2, gap = 1;
         uint4 a;
-        if (R == 584 && block >= 56)
+        if (R == 584 && block >= 56 || R == 1024)
             a = make_uint4(to_bf16x2(x[first], x[first + gap]), to_bf16x2(y[first], y[first + gap]),
                            to_bf16x2(x[second], x[second + gap]), to_bf16x2(y[second], y[second + gap]));
         else
@@ -389,6 +396,25 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
                 for (int n = 0; n < 2; ++n) mma_bf16(s[n], a, j ? raw[n].z : raw[n].x, j ? raw[n].w : raw[n].y);
             }
         }
+    } else if constexpr (R == 1024) {
+        float c[2][2][4] = {};  // fewer products wait for the one before
+#pragma unroll 8
+        for (int chunk = 0; chunk < 16; ++chunk) {
+            uint4 raw[2];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+                raw[n] = *reinterpret_cast<const uint4*>(rows[n] + (((chunk * 4 + q) ^ turn) << 4));
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const uint4 a = fragment(chunk * 2 + j);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) mma_bf16(c[j][n], a, j ? raw[n].z : raw[n].x, j ? raw[n].w : raw[n].y);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[n][i] = c[0][n][i] + c[1][n][i];
     } else if constexpr (R == 528 && QUERY_ORDER == 288) {
         // A quad's lane holds a whole group of 32 columns per chunk: its scale goes into the keys.
         const bool exact = sh.info[slot].mode == IN_F16;
@@ -502,10 +528,13 @@ __device__ __forceinline__ void score_tile(const Shared& sh, int slot, int warp,
 
 // What a value warp reads of a tile: at once, as everything that follows depends on it.
 template <int R> struct Bytes {
-    static constexpr int WORDS = R == 288 ? 1 : R == 584 ? 4 : 2;  // of a row; a bf16 slice has four
+    static constexpr int WORDS = R == 288 ? 1 : R == 528 ? 2 : 4;  // of a row; a bf16 slice has four
     u32 words[HALVES][4][WORDS];  // rows q, q + 4, q + 8, q + 12
     u32 scales[HALVES][2];        // of rows q and q + 4, and of the other two
 };
+
+// Whether a slice of 64 columns is bf16 as it lies in the ring.
+template <int R> __device__ __forceinline__ bool is_bf16(int slice) { return R == 1024 || R == 584 && slice == 7; }
 
 template <int R>
 __device__ __forceinline__ void load_bytes(const Shared& sh, int slot, int warp, int lane, Bytes<R>& to) {
@@ -515,12 +544,12 @@ __device__ __forceinline__ void load_bytes(const Shared& sh, int slot, int warp,
     for (int half = 0; half < HALVES; ++half) {
         const int slice = warp * HALVES + half;  // of 64 columns
         const bool odd_group = R == 584 ? slice & 1 : R == 528 ? g >> 2 : g >> 1 & 1;
-        uint4 both;  // scales of an even and an odd group
+        uint4 both = {};  // scales of an even and an odd group
         if constexpr (R == 288) {
             const u8* codes = sh.scales[slot] + q * 32 + slice * 4 + (g >> 2) * 2;
             both.x = *reinterpret_cast<const u16*>(codes), both.y = *reinterpret_cast<const u16*>(codes + 128);
             both.z = *reinterpret_cast<const u16*>(codes + 256), both.w = *reinterpret_cast<const u16*>(codes + 384);
-        } else {
+        } else if constexpr (R != 1024) {
             both = *reinterpret_cast<const uint4*>(&sh.value_scales[slot][R == 584 ? slice >> 1 : slice][q * 4]);
         }
 #pragma unroll
@@ -531,9 +560,10 @@ __device__ __forceinline__ void load_bytes(const Shared& sh, int slot, int warp,
             if constexpr (R == 288) {
                 to.words[half][k][0] = *reinterpret_cast<const u32*>(
                     row + (((slice * 2 + (g >> 2)) ^ turn) << 4) + (g & 3) * 4);
-            } else if (R == 584 && slice == 7) {
-                if constexpr (R == 584) {
-                    const uint4 v = *reinterpret_cast<const uint4*>(row + (((32 + g) ^ turn) << 4));
+            } else if (is_bf16<R>(slice)) {
+                if constexpr (R == 584 || R == 1024) {
+                    const int first = R == 584 ? 32 : slice * 8;
+                    const uint4 v = *reinterpret_cast<const uint4*>(row + (((first + g) ^ turn) << 4));
                     to.words[half][k][0] = v.x, to.words[half][k][1] = v.y;
                     to.words[half][k][2] = v.z, to.words[half][k][3] = v.w;
                 }
@@ -561,8 +591,8 @@ __device__ __forceinline__ void add_values(const Bytes<R>& bytes, u32 mode, int 
     for (int half = 0; half < HALVES; ++half) {
         const auto& words = bytes.words[half];
         const u32 scale0 = bytes.scales[half][0], scale1 = bytes.scales[half][1];
-        if constexpr (R == 584) {
-            if (warp * HALVES + half == 7) {  // bf16
+        if constexpr (R == 584 || R == 1024) {
+            if (is_bf16<R>(warp * HALVES + half)) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -657,7 +687,7 @@ __device__ __forceinline__ void weigh_tiles(const Shared& sh, const int (&slots)
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float lift = __uint_as_float(info[n].y), lower = __uint_as_float(info[n].z);
+        const float lift = R == 1024 ? 0.f : __uint_as_float(info[n].y), lower = R == 1024 ? 1.f : __uint_as_float(info[n].z);
         float4(&x)[2] = s[n];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -667,13 +697,15 @@ __device__ __forceinline__ void weigh_tiles(const Shared& sh, const int (&slots)
             total[half] += ((x[half].x + x[half].y) + (x[half].z + x[half].w)) * lower;
         }
         uint4 weights, plain;
-        if (R == 288 || N > 1 || info[n].x == IN_F16)
+        if (R == 288 || R != 1024 && (N > 1 || info[n].x == IN_F16))
             weights = make_uint4(to_f16x2(x[0].x, x[0].y), to_f16x2(x[1].x, x[1].y),
                                  to_f16x2(x[0].z, x[0].w), to_f16x2(x[1].z, x[1].w));
         else
             weights = make_uint4(to_bf16x2(x[0].x, x[0].y), to_bf16x2(x[1].x, x[1].y),
                                  to_bf16x2(x[0].z, x[0].w), to_bf16x2(x[1].z, x[1].w));
-        if (R == 584 && warp == VALUE_WARPS - 1)
+        if (R == 1024)
+            plain = weights;
+        else if (R == 584 && warp == VALUE_WARPS - 1)
             plain = make_uint4(to_bf16x2(x[0].x * lower, x[0].y * lower), to_bf16x2(x[1].x * lower, x[1].y * lower),
                                to_bf16x2(x[0].z * lower, x[0].w * lower), to_bf16x2(x[1].z * lower, x[1].w * lower));
         add_values<R>(bytes[n], N > 1 ? IN_F16 : info[n].x, warp, weights, plain, acc);
@@ -870,7 +902,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         if constexpr (HALVES == 1 && SWA_RECORD != 584) {
             if (i < num_tiles && (ONE_RECORD || i != work.swa_count)) {
                 wait_barrier(sh.full[slot], parity);
-                if (sh.info[first[0]].mode == IN_F16 && sh.info[slot].mode == IN_F16) {
+                if (BF16_ROWS || sh.info[first[0]].mode == IN_F16 && sh.info[slot].mode == IN_F16) {
                     const int both[2] = {first[0], slot};
                     step();
                     ++i;

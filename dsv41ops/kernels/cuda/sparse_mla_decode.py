@@ -75,8 +75,8 @@ def launch_sparse_mla_decode(
         num_heads,
         swa_indices.shape[1],
         topk_width,
-        swa_cache.shape[2],
-        cache.shape[2] if topk_width > 0 else 0,
+        _row_bytes(swa_cache),
+        _row_bytes(cache) if topk_width > 0 else 0,
         batch_invariant,
         softmax_scale,
         config,
@@ -123,13 +123,17 @@ def _aligned(address: int, token_stride: int, head_stride: int) -> bool:
     return (address | token_stride * 2 | head_stride * 2) % 16 == 0
 
 
+def _row_bytes(cache: Tensor) -> int:
+    return cache.shape[2] * cache.itemsize
+
+
 def _pool(cache: Tensor, indices: Tensor, lens: Tensor) -> tuple[int, ...]:
     num_pages, page_size, _ = cache.shape
     return (
         cache.data_ptr(),
         indices.data_ptr(),
         lens.data_ptr(),
-        cache.stride(0),
+        cache.stride(0) * cache.itemsize,
         indices.stride(0),
         page_size,
         num_pages * page_size,

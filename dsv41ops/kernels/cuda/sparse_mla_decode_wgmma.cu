@@ -3,7 +3,7 @@
 //
 // Producer warps copy rows as bytes into a small ring of their own by cp.async and from there write
 // them as f16 into a stage of shared memory: e4m3 and e2m1 times their scales are exact there for
-// the scales that real caches have. Score warps multiply queries by a stage and turn scores into
+// the scales that real caches have. bf16 rows go straight into a stage. Score warps multiply queries by a stage and turn scores into
 // probabilities. Value warps add up the stage's rows by probability. A token with a scale or a
 // number that f16 does not hold is computed again, slowly, by the value warps in f32.
 //
@@ -17,6 +17,7 @@
 // bytes; RECORD 0: no compressed cache).
 
 #include "wgmma/produce.cuh"
+#include "wgmma/produce_bf16.cuh"
 #include "wgmma/score.cuh"
 #include "wgmma/score_few.cuh"
 #include "wgmma/weigh.cuh"
@@ -32,7 +33,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     if (threadIdx.x == 0) {
         init_barrier(sh.query_full, 0, 32 * SCORE_WARPS);
         for (int i = 0; i < STAGES; ++i)
-            init_barrier(sh.rows_full[i], PRODUCER_WARPS), init_barrier(sh.rows_empty[i], VALUE_WARPS);
+            init_barrier(sh.rows_full[i], PRODUCER_WARPS, BF16_ROWS ? 32 * PRODUCER_WARPS : 0), init_barrier(sh.rows_empty[i], VALUE_WARPS);
         init_barrier(sh.weights_full, SCORE_WARPS), init_barrier(sh.weights_empty, VALUE_WARPS);
         init_barrier(sh.unit_done, SCORE_WARPS), init_barrier(sh.unit_taken, VALUE_WARPS);
         if (RANKS > 1) {
@@ -61,6 +62,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         else score(sh, p, warp - VALUE_WARPS, lane);
     } else {
         lower_registers<PRODUCER_REGISTERS>();
-        produce(sh, p, warp - VALUE_WARPS - SCORE_WARPS, lane);
+        if constexpr (BF16_ROWS) produce_bf16(sh, p, warp - VALUE_WARPS - SCORE_WARPS, lane);
+        else produce(sh, p, warp - VALUE_WARPS - SCORE_WARPS, lane);
     }
 }

@@ -3,6 +3,16 @@
 
 #include "../common.cuh"
 
+// What is multiplied: rows, queries and probabilities.
+#if BF16_ROWS
+#define OPERANDS "bf16.bf16"
+#else
+#define OPERANDS "f16.f16"
+#endif
+__device__ __forceinline__ u32 to_operands(float low, float high) {
+    return BF16_ROWS ? to_bf16x2(low, high) : to_f16x2(low, high);
+}
+
 __device__ __forceinline__ void store16(u32 address, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
@@ -44,7 +54,7 @@ __device__ constexpr u32 offset(u32 bytes) { return bytes >> 4; }
 // scores [64 heads, 64 rows] (+)= queries [64, 16] · rows [64, 16]^T
 __device__ __forceinline__ void wgmma_scores(float (&d)[32], u32 a, u32 b, int accumulate) {
     asm volatile(DESCRIPTORS("%32", "%33") ".reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERANDS " "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, a, b, p, 1, 1, 0, 0;\n}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
@@ -55,7 +65,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], u32 a, u32 b, int a
 }
 // out [64 heads, 128 columns] += weights [64, 16] · rows [16, 128]
 __device__ __forceinline__ void wgmma_values(float (&d)[64], u32 a, u32 b) {
-    asm volatile(DESCRIPTORS("%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+    asm volatile(DESCRIPTORS("%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERANDS " "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
@@ -76,7 +86,7 @@ __device__ __forceinline__ void wgmma_values(float (&d)[64], u32 a, u32 b) {
 template <int TRANSPOSED>
 __device__ __forceinline__ void wgmma_few(float (&d)[16], u32 a, u32 b, int accumulate) {
     asm volatile(DESCRIPTORS("%16", "%17") ".reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." OPERANDS " "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, a, b, p, 1, 1, %19, 0;\n}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])

@@ -24,7 +24,7 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
         const float scale = p.scale_log2 / QUERY_SCALE;
         if (num_blocks > 0) {
             wait_barrier(sh.query_full, busy & 1);
-            if (convert_queries(sh, PRODUCER_WARPS * 32 + thread)) sh.unfit[busy % BUSY] = 1;
+            if (!BF16_ROWS && convert_queries(sh, PRODUCER_WARPS * 32 + thread)) sh.unfit[busy % BUSY] = 1;
             ++busy;
             publish();
             score_sync();
@@ -35,7 +35,7 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ++count) {
             const int stage = __shfl_sync(~0u, count % STAGES, 0);  // descriptors in uniform registers
-            wait_barrier(sh.rows_full[stage], count / STAGES & 1);
+            wait_rows(sh, count);
             float s[32];
             const u32 rows = descriptor(stage_address(stage), 16), query = descriptor(query_address(), 16);
             wgmma_fence();
@@ -99,8 +99,8 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
 #pragma unroll
             for (int j = 0; j < 8; j += 2)
                 store_matrices(row + (((j + (lane >> 4)) ^ (head & 7)) << 4),
-                               to_f16x2(s[j * 4], s[j * 4 + 1]), to_f16x2(s[j * 4 + 2], s[j * 4 + 3]),
-                               to_f16x2(s[j * 4 + 4], s[j * 4 + 5]), to_f16x2(s[j * 4 + 6], s[j * 4 + 7]));
+                               to_operands(s[j * 4], s[j * 4 + 1]), to_operands(s[j * 4 + 2], s[j * 4 + 3]),
+                               to_operands(s[j * 4 + 4], s[j * 4 + 5]), to_operands(s[j * 4 + 6], s[j * 4 + 7]));
             publish();
             __syncwarp();
             arrive(sh.weights_full, lane);

@@ -44,7 +44,7 @@ __device__ __forceinline__ float2 join_stats(Shared& sh, float2 own, float sink,
     const float factor = output_factor(top, sum, sink);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) sh.factor[r][lane] = exp2_fast(sh.stats[r][lane].x - top) * factor;
-    const bool unfit = __any_sync(~0u, sum != sum);
+    const bool unfit = !BF16_ROWS && __any_sync(~0u, sum != sum);
     if (lane == 0) sh.unfit_somewhere = unfit;
     __syncwarp();
     return make_float2(top, sum);
@@ -53,7 +53,7 @@ __device__ __forceinline__ float2 join_stats(Shared& sh, float2 own, float sink,
 __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp, int lane) {
     const int thread = warp * 32 + lane, q = lane & 3;
     if (RANKS > 1) cluster_wait();
-    int count = 0, nth = 0;
+    int count = 0, nth = 0, busy = 0;
     Unit next(p, first_unit());
     // Before them: no score warp multiplies the queries before.
     auto copy_next = [&] {
@@ -73,10 +73,11 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
         for (int i = 0; i < 8; ++i) peak[i] = NO_PEAK, total[i] = 0.f;
         const float scale = p.scale_log2 / QUERY_SCALE;
         if (num_blocks == 0) next = Unit(p, number + units_apart(), lens), copy_next();
+        else if (BF16_ROWS) wait_barrier(sh.query_full, busy++ & 1), publish();
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ++count) {
             const int stage = __shfl_sync(~0u, count % STAGES, 0);  // descriptors in uniform registers
-            wait_barrier(sh.rows_full[stage], count / STAGES & 1);
+            wait_rows(sh, count);
             float s[16];
             const u32 rows = descriptor(stage_address(stage), 16), query = descriptor(query_address(), 16);
             wgmma_fence();
@@ -136,8 +137,8 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
             for (int j = 0; j < 4; j += 2) {
                 const int head = (j + (lane >> 4)) * 8 + (lane & 7), piece = warp * 2 + (lane >> 3 & 1);
                 store_transposed(smem_address(sh.weights) + head * 128 + ((piece ^ (head & 7)) << 4),
-                                 to_f16x2(s[j * 4], s[j * 4 + 1]), to_f16x2(s[j * 4 + 2], s[j * 4 + 3]),
-                                 to_f16x2(s[j * 4 + 4], s[j * 4 + 5]), to_f16x2(s[j * 4 + 6], s[j * 4 + 7]));
+                                 to_operands(s[j * 4], s[j * 4 + 1]), to_operands(s[j * 4 + 2], s[j * 4 + 3]),
+                                 to_operands(s[j * 4 + 4], s[j * 4 + 5]), to_operands(s[j * 4 + 6], s[j * 4 + 7]));
             }
             publish();
             __syncwarp();

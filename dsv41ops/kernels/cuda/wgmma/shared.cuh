@@ -16,19 +16,19 @@ constexpr int THREADS = 32 * (VALUE_WARPS + SCORE_WARPS + PRODUCER_WARPS);
 constexpr int VALUE_REGISTERS = FEW_HEADS ? 168 : 160, SCORE_REGISTERS = FEW_HEADS ? 88 : 80;
 constexpr int PRODUCER_REGISTERS = FEW_HEADS ? 128 : 112;
 constexpr float PEAK_SLACK = 8.f;       // probabilities may reach 2^PEAK_SLACK before a rescale
-constexpr float QUERY_SCALE = 8.f;      // small queries keep their bits in f16, large ones fit
+constexpr float QUERY_SCALE = BF16_ROWS ? 1.f : 8.f;  // small queries keep their bits in f16, large ones fit
 
 // A producer warp's rows of a block come in batches, a cp.async group each, through a ring of its own.
 constexpr int WARP_ROWS = BLOCK / PRODUCER_WARPS;
 constexpr int BATCH = 4;                // rows
 constexpr int WARP_BATCHES = WARP_ROWS / BATCH;
 constexpr int BATCHES = FEW_HEADS ? 3 : 2;  // of a ring
-constexpr int RING_PITCH = max_of(SWA_RECORD, RECORD) == 584 ? 592 : max_of(SWA_RECORD, RECORD);
+constexpr int RING_PITCH = BF16_ROWS ? 16 : max_of(SWA_RECORD, RECORD) == 584 ? 592 : max_of(SWA_RECORD, RECORD);
 
 struct Shared {
-    alignas(1024) u8 rows[STAGES][8][BLOCK * 128];  // f16: columns 64 c .. 64 c + 63 of all rows, swizzled
+    alignas(1024) u8 rows[STAGES][8][BLOCK * 128];  // columns 64 c .. 64 c + 63 of all rows, swizzled
     alignas(1024) u8 query[8][HEADS * 128];
-    alignas(1024) u8 weights[HEADS * 128];          // f16 probabilities [head, row]
+    alignas(1024) u8 weights[HEADS * 128];          // probabilities [head, row]
     alignas(16) u8 ring[PRODUCER_WARPS][BATCHES][BATCH][RING_PITCH];
     alignas(16) float fade[HEADS];                  // what older blocks are multiplied by
     alignas(16) float factor[RANKS][HEADS];         // of the finished output: of every CTA's part
@@ -65,6 +65,12 @@ __device__ __forceinline__ u32 shared_base() {
 static_assert(__INTADDR__(&static_cast<Shared*>(nullptr)->query) == STAGES * sizeof(Shared::rows[0]), "stages, queries");
 __device__ __forceinline__ u32 stage_address(int stage) { return shared_base() + stage * static_cast<u32>(sizeof(Shared::rows[0])); }
 __device__ __forceinline__ u32 query_address() { return stage_address(STAGES); }
+
+// By those who multiply the rows of a block. Copies are not published by who begins them.
+__device__ __forceinline__ void wait_rows(Shared& sh, int count) {
+    wait_barrier(sh.rows_full[count % STAGES], count / STAGES & 1);
+    if (BF16_ROWS) publish();
+}
 
 // A unit's numbers of rows, as they stand in memory.
 struct Lens {

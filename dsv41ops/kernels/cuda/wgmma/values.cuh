@@ -9,7 +9,7 @@ __device__ __forceinline__ void value_sync() { asm volatile("bar.sync 2, %0;" ::
 // Whether f16 does not hold a number of this unit; that is then forgotten. `busy`: units before this
 // one that have blocks.
 __device__ __forceinline__ bool take_unfit(Shared& sh, const Unit& unit, int& busy, int warp, int lane) {
-    if (unit.num_blocks == 0) return false;
+    if (BF16_ROWS || unit.num_blocks == 0) return false;
     u32& flag = sh.unfit[busy++ % BUSY];
     const bool unfit = flag != 0;
     if (unfit) {

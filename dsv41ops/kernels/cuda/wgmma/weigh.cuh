@@ -37,7 +37,7 @@ __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int
 #pragma unroll 1
         for (int block = 0; block < unit.num_blocks; ++block, ++count) {
             const int stage = count % STAGES;
-            wait_barrier(sh.rows_full[stage], count / STAGES & 1);
+            wait_rows(sh, count);
             wait_barrier(sh.weights_full, count & 1);
             if (block > 0 && sh.rescale == count + 1) {
                 const float fade[2] = {sh.fade[head], sh.fade[head + 8]};
@@ -74,9 +74,11 @@ __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int
         }
         __syncwarp();
         arrive(sh.unit_taken, lane);
-        if (unfit) {
-            attend_slowly(p, number, warp, lane);
-            continue;
+        if constexpr (!BF16_ROWS) {
+            if (unfit) {
+                attend_slowly(p, number, warp, lane);
+                continue;
+            }
         }
         // A quad has two columns each of 8: four such pieces change hands, so that a lane stores 16 bytes.
         u16* out = p.out + unit.token * p.out_token_stride + (unit.first_head + head) * p.out_head_stride +

@@ -87,7 +87,7 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
 #pragma unroll 1
         for (int block = 0; block < unit.num_blocks; ++block, ++count) {
             const int stage = count % STAGES;
-            wait_barrier(sh.rows_full[stage], count / STAGES & 1);
+            wait_rows(sh, count);
             wait_barrier(sh.weights_full, count & 1);
             if (block > 0 && sh.rescale == count + 1) {
 #pragma unroll
@@ -135,9 +135,11 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
         }
         __syncwarp();
         arrive(sh.unit_taken, lane);
-        if (unfit) {
-            attend_slowly(p, number, warp, lane);
-            continue;
+        if constexpr (!BF16_ROWS) {
+            if (unfit) {
+                attend_slowly(p, number, warp, lane);
+                continue;
+            }
         }
         // Through shared memory, 16 columns of all heads at a time, so that a lane stores 16 bytes.
         const u32 finished = smem_address(RANKS > 1 ? sh.query[warp] : sh.finished[warp]);
