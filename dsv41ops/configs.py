@@ -52,25 +52,54 @@ INVARIANT_TILES = 10
 # CTA, by CTAs per cluster; SHARED: two CTAs on every SM.
 SHARED, MMA_RANKS = 0, (1, 2, 3, 4, 6, 8)
 WAVE_US: dict[str, dict[int, float]] = {
-    "fp8_ds_mla": {8: 8.7, 6: 9.9, 4: 11.5, 3: 13.9, 2: 17.7, 1: 31.1, SHARED: 44.1},
-    "mxfp8": {8: 9.0, 6: 10.1, 4: 11.4, 3: 14.0, 2: 18.4, 1: 27.7, SHARED: 41.6},
-    "mxfp8+nvfp4": {8: 8.9, 6: 10.0, 4: 11.3, 3: 14.2, 2: 18.6, 1: 30.0, SHARED: 46.7},
-    "nvfp4": {8: 8.7, 6: 9.6, 4: 11.0, 3: 13.6, 2: 17.0, 1: 26.6, SHARED: 42.6},
-    "bf16": {8: 8.5, 6: 9.5, 4: 11.3, 3: 13.9, 2: 17.4, 1: 31.7, SHARED: 48.4},
+    "fp8_ds_mla": {8: 8.9, 6: 9.9, 4: 11.4, 3: 13.9, 2: 17.7, 1: 31.0, SHARED: 43.8},
+    "mxfp8": {8: 9.0, 6: 10.2, 4: 11.5, 3: 14.1, 2: 18.4, 1: 27.8, SHARED: 41.5},
+    "mxfp8+nvfp4": {8: 8.9, 6: 10.0, 4: 11.2, 3: 14.2, 2: 18.6, 1: 30.0, SHARED: 46.6},
+    "nvfp4": {8: 8.8, 6: 9.8, 4: 11.1, 3: 13.7, 2: 17.2, 1: 26.6, SHARED: 42.3},
+    "bf16": {8: 8.6, 6: 9.6, 4: 11.3, 3: 14.1, 2: 17.4, 1: 31.8, SHARED: 47.7},
 }
 # The wgmma kernel's rows at a time.
 WGMMA_BLOCK = 64
 # Its microseconds, by heads per CTA and CTAs per cluster, of the first wave.
 WGMMA_US: dict[str, dict[tuple[int, int], float]] = {
-    "fp8_ds_mla": {(32, 5): 13.9, (32, 3): 17.7, (32, 2): 19.3, (32, 1): 28.5, (64, 1): 34.7},
-    "mxfp8": {(32, 5): 13.5, (32, 3): 16.6, (32, 2): 18.0, (32, 1): 26.8, (64, 1): 32.3},
-    "mxfp8+nvfp4": {(32, 5): 13.3, (32, 3): 16.2, (32, 2): 18.0, (32, 1): 26.6, (64, 1): 35.2},
-    "nvfp4": {(32, 5): 12.9, (32, 3): 15.5, (32, 2): 16.8, (32, 1): 24.6, (64, 1): 31.2},
-    "bf16": {(32, 5): 13.2, (32, 3): 15.8, (32, 2): 19.1, (32, 1): 29.4, (64, 1): 33.1},
+    "fp8_ds_mla": {
+        (32, 5): 13.5,
+        (32, 3): 16.6,
+        (32, 2): 18.3,
+        (32, 1): 27.4,
+        (64, 1): 34.1,
+        (64, 2): 31.1,
+    },
+    "mxfp8": {
+        (32, 5): 13.3,
+        (32, 3): 16.0,
+        (32, 2): 17.3,
+        (32, 1): 25.7,
+        (64, 1): 32.3,
+        (64, 2): 30.5,
+    },
+    "mxfp8+nvfp4": {
+        (32, 5): 13.2,
+        (32, 3): 15.6,
+        (32, 2): 17.0,
+        (32, 1): 25.6,
+        (64, 1): 35.8,
+        (64, 2): 28.7,
+    },
+    "nvfp4": {
+        (32, 5): 12.6,
+        (32, 3): 14.9,
+        (32, 2): 16.2,
+        (32, 1): 23.7,
+        (64, 1): 30.9,
+        (64, 2): 27.5,
+    },
+    "bf16": {(32, 5): 14.0, (32, 3): 17.1, (32, 2): 19.6, (32, 1): 29.6, (64, 1): 33.5},
 }
 # In first ones: CTAs begin their next unit before the last one's end.
 FURTHER_WAVE = 0.83
-# Its queries are f16, exact to 2^-28; a larger softmax scale could make more of smaller ones.
+# Its queries are f16, exact to 2^-28; a larger softmax scale could make more of smaller ones. Peaks
+# are found before the scale, which has to be above 0 therefore.
 LARGE_SCALE = 1.0
 
 
@@ -181,7 +210,11 @@ class MmaConfig(_Variant):
 
 @dataclass(frozen=True)
 class WgmmaConfig(_Variant):
-    """A CTA per SM with a queue of units of ``heads`` heads, or a cluster of ``ranks`` for each."""
+    """A CTA per SM with a queue of units of ``heads`` heads.
+
+    With 32 heads, ``ranks`` above 1 are a cluster for every unit, which splits its rows; with 64
+    they are a cluster whose CTAs have all heads of a token and share its converted rows.
+    """
 
     source: ClassVar = "sparse_mla_decode_wgmma.cu"
     threads: ClassVar = 512
@@ -191,7 +224,13 @@ class WgmmaConfig(_Variant):
     ranks: int = 1
 
     def ctas(self, num_units: int, num_sms: int) -> int:
-        return min(num_units, num_sms) if self.ranks == 1 else num_units * self.ranks
+        if self.splits > 1:
+            return num_units * self.splits
+        return min(num_units, num_sms // self.ranks * self.ranks)
+
+    @property
+    def splits(self) -> int:
+        return self.ranks if self.heads == 32 else 1
 
 
 CudaConfig = MmaConfig | WgmmaConfig
@@ -203,8 +242,7 @@ def cuda_config(problem: DecodeProblem) -> CudaConfig:
         most = max(1, _tiles(problem, RING_TILE) // INVARIANT_TILES)
         return mma_config(problem.records, max(ranks for ranks in MMA_RANKS if ranks <= most))
     mma = _fastest_mma(problem)
-    # A scale as large as that is not for the other's queries.
-    if abs(problem.softmax_scale) > LARGE_SCALE:
+    if not 0 < problem.softmax_scale <= LARGE_SCALE:
         return mma_config(problem.records, mma[1])
     wgmma = _fastest_wgmma(problem)
     return WgmmaConfig(*wgmma[1]) if wgmma[0] < mma[0] else mma_config(problem.records, mma[1])
@@ -241,13 +279,19 @@ def _fastest_mma(problem: DecodeProblem) -> tuple[float, int]:
 
 
 def _fastest_wgmma(problem: DecodeProblem) -> tuple[float, tuple[int, int]]:
-    """Microseconds, heads and ranks; 64 heads are for more than 32."""
+    """Microseconds, heads and ranks."""
     costs, blocks = {}, _tiles(problem, WGMMA_BLOCK)
-    for (heads, ranks), first in WGMMA_US[_measured_records(problem)].items():
-        units = _units(problem, heads)
-        if problem.num_heads > heads - 32 and (ranks == 1 or _fit(units, ranks, blocks)):
-            further = ceil(units / MEASURED_SMS) - 1 if ranks == 1 else 0
-            costs[heads, ranks] = first * (1 + further * FURTHER_WAVE)
+    for shape, first in WGMMA_US[_measured_records(problem)].items():
+        config = WgmmaConfig(*shape)
+        units = _units(problem, config.heads)
+        if config.splits > 1:
+            serves, further = _fit(units, config.splits, blocks), 0
+        else:
+            groups = -(-problem.num_heads // config.heads)
+            serves = config.heads == 32 or (problem.num_heads > 32 and groups % config.ranks == 0)
+            further = ceil(units / MEASURED_SMS) - 1
+        if serves:
+            costs[shape] = first * (1 + further * FURTHER_WAVE)
     return min((cost, shape) for shape, cost in costs.items())
 
 

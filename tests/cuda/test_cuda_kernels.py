@@ -24,7 +24,7 @@ from dsv41ops.configs import (
 from dsv41ops.kernels.device import sms_and_capability
 from tests.cuda.test_backends import check
 from tests.cuda.test_capture import CUDA
-from tests.decode_calls import Call, random_part
+from tests.decode_calls import Call, random_part, random_rope
 from tests.support import (
     HEAD_DIM,
     ROW_BYTES,
@@ -46,11 +46,26 @@ PAIR = ("mxfp8", "nvfp4")
 Kernel = int | str
 WGMMA = {
     "wgmma64": WgmmaConfig(64),
+    "wgmma64x2": WgmmaConfig(64, 2),
     "wgmma32": WgmmaConfig(32),
     **{f"wgmma32x{ranks}": WgmmaConfig(32, ranks) for ranks in (2, 3, 5)},
 }
 KERNELS: list[Kernel] = [*MMA_RANKS, *WGMMA]
-SHAPES: list[Kernel] = [1, 4, "wgmma64", "wgmma32", "wgmma32x3"]
+SHAPES: list[Kernel] = [1, 4, "wgmma64", "wgmma64x2", "wgmma32", "wgmma32x3"]
+
+
+def cases(pairs: list[Pair], kernels: list[Kernel]) -> list[tuple[Pair, Kernel]]:
+    """Those that there are: nobody converts bf16 rows for another."""
+    return [
+        (pair, kernel)
+        for pair in pairs
+        for kernel in kernels
+        if not (kernel == "wgmma64x2" and "bf16" in pair)
+    ]
+
+
+EVERY_KERNEL, EVERY_SHAPE = cases(PAIRS, KERNELS), cases(PAIRS, SHAPES)
+QUANTISED = [pair for pair in PAIRS if "bf16" not in pair]
 ROPE = 448  # the first column that fp8_ds_mla stores as bf16
 
 
@@ -82,6 +97,8 @@ def random_call(
 
 def run(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """By a kernel of the test's choice."""
+    if kernel == "wgmma64x2" and call.q.shape[1] <= 64:
+        return run_twice(call, kernel)
     from dsv41ops.kernels.cuda.sparse_mla_decode import launch_sparse_mla_decode
 
     window, *rest = call.parts
@@ -91,8 +108,22 @@ def run(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
         *(call.q, window.cache, window.indices, window.lens),
         *((extra.cache, extra.indices, extra.lens) if extra else (None,) * 3),
         *(call.sink, call.scale, False),
+        **({} if call.rope is None else call.rope.arguments()),
         config=WGMMA[kernel] if isinstance(kernel, str) else mma_config(records, kernel),
     )
+
+
+def run_twice(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """By a kernel for more than 64 heads: its CTAs get the same, and give the same."""
+    heads = call.q.shape[1]
+    filler = torch.zeros_like(call.q[:, :1]).expand(-1, 64 - heads, -1)
+    sink = call.sink
+    if sink is not None:
+        sink = torch.cat([sink, sink.new_zeros(64 - heads), sink])
+    out, lse = run(replace(call, q=torch.cat([call.q, filler, call.q], 1), sink=sink), kernel)
+    assert_same_bits(out[:, 64:].contiguous(), out[:, :heads].contiguous())
+    assert_same_bits(lse[:, 64:].contiguous(), lse[:, :heads].contiguous())
+    return out[:, :heads].contiguous(), lse[:, :heads].contiguous()
 
 
 def check_kernel(call: Call, kernel: Kernel) -> None:
@@ -151,6 +182,7 @@ def test_heads(pair: Pair, heads: int) -> None:
     ("kernel", "heads"),
     [
         *(("wgmma64", heads) for heads in (33, 64, 70, 128)),
+        *(("wgmma64x2", heads) for heads in (65, 100, 128)),
         *(("wgmma32", heads) for heads in (5, 32, 40, 128)),
     ],
 )
@@ -158,11 +190,12 @@ def test_heads(pair: Pair, heads: int) -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_queues(pair: Pair, num_tokens: int, kernel: Kernel, heads: int) -> None:
     """Of up to ten units per CTA."""
+    if (pair, kernel) not in EVERY_KERNEL:
+        pytest.skip("there is no such kernel")
     check_kernel(random_call(pair, num_tokens, heads), kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_KERNEL, ids=str)
 def test_every_kernel(pair: Pair, kernel: Kernel) -> None:
     """Also more ranks than tiles, and a last group of six heads."""
     sizes = ((5, 37, 165), (64, 128, 512), (70, 37, 165), (16, 1, 1), (16, 17, 0))
@@ -171,14 +204,13 @@ def test_every_kernel(pair: Pair, kernel: Kernel) -> None:
         check_kernel(call, kernel)
 
 
-@pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 32, 64, 100])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
 def test_page_sizes(pair: Pair, page_size: int, kernel: Kernel) -> None:
     check_kernel(random_call(pair, 5, 16, page_size=page_size), kernel)
 
 
-@pytest.mark.parametrize("kernel", SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", [k for k in SHAPES if k != "wgmma64x2"], ids=str)
 def test_bf16_rows_as_bytes(kernel: Kernel) -> None:
     call = random_call(("bf16", "bf16"), 5, 16)
     parts = tuple(replace(part, cache=part.cache.view(torch.uint8)) for part in call.parts)
@@ -188,8 +220,7 @@ def test_bf16_rows_as_bytes(kernel: Kernel) -> None:
         assert_same_bits(given, expected)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_KERNEL, ids=str)
 def test_lengths(pair: Pair, kernel: Kernel) -> None:
     """Each on its own, and lengths of both caches against each other."""
     lens = [-5, 0, 1, 15, 16, 17, 63, 64, 65, 200, 513, 2**31 - 1, -(2**31)]
@@ -200,9 +231,8 @@ def test_lengths(pair: Pair, kernel: Kernel) -> None:
     check_kernel(replace(call, parts=tuple(parts)), kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("heads", [33, 100])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_KERNEL, ids=str)
 def test_empty_units_between_full_ones(pair: Pair, heads: int, kernel: Kernel) -> None:
     """Tokens without a length, or with holes alone; a queue may begin and end with some."""
     call = random_call(pair, 300, heads)
@@ -224,18 +254,22 @@ def test_empty_units_between_full_ones(pair: Pair, heads: int, kernel: Kernel) -
     assert bool(torch.isneginf(lse[empty]).all())
 
 
-@pytest.mark.parametrize(("kernel", "heads"), [("wgmma64", 64), ("wgmma32", 5), ("wgmma32", 40)])
+@pytest.mark.parametrize(
+    ("kernel", "heads"),
+    [("wgmma64", 64), ("wgmma64x2", 128), ("wgmma64x2", 70), ("wgmma32", 5), ("wgmma32", 40)],
+)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_many_small_units(pair: Pair, kernel: Kernel, heads: int) -> None:
     """A block each, some of them empty, some beyond f16: ten or more in a row for a CTA."""
+    if (pair, kernel) not in EVERY_KERNEL:
+        pytest.skip("there is no such kernel")
     call = random_call(pair, 1400, heads, window_width=5, width=7)
     large = torch.rand(1400, device=CUDA) < 0.2
     call.q[large] *= 2.0**14
     check_kernel(replace(call, scale=call.scale * 2.0**-14), kernel)
 
 
-@pytest.mark.parametrize("kernel", SHAPES, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
 def test_no_visible_row(pair: Pair, kernel: Kernel) -> None:
     call = random_call(pair, 3, 17)
     holes = tuple(
@@ -247,14 +281,38 @@ def test_no_visible_row(pair: Pair, kernel: Kernel) -> None:
     assert bool(torch.isneginf(lse).all())
 
 
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_KERNEL, ids=str)
+def test_rotation_of_the_output(pair: Pair, kernel: Kernel) -> None:
+    """Of tokens beyond f16 too."""
+    call = replace(random_call(pair, 150, 40), rope=random_rope(150, CUDA))
+    large = torch.rand(150, device=CUDA) < 0.2
+    call.q[large] *= 2.0**14
+    check_kernel(replace(call, scale=call.scale * 2.0**-14), kernel)
+
+
+@pytest.mark.parametrize("heads", [65, 128])
+@pytest.mark.parametrize("pair", QUANTISED, ids=str)
+def test_what_f16_does_not_hold_for_both_of_a_pair(pair: Pair, heads: int) -> None:
+    """Rows of the first and of the second CTA's share, and queries of one CTA."""
+    call = random_call(pair, 300, heads, window_width=128, width=512)
+    for part in call.parts:
+        if record_of(part.cache) != "nvfp4":
+            data_and_scales(part.cache)[1][:, 17] = 140
+            part.indices[part.indices % 32 == 17] = -1
+            part.indices[0::5, 40:50] = 17  # in the second half of a block
+            part.indices[1::5, 5:9] = 17
+    call.q[2::5, :60] *= 2.0**14
+    call.q[3::5, 64:] *= 2.0**14
+    check_columns(replace(call, scale=call.scale * 2.0**-14), "wgmma64x2")
+
+
 def fill_row(cache: Tensor, row: int, byte: int) -> None:
     """One row of every page."""
     at = row_bytes_at(record_of(cache), cache.shape[1], row)
     flat_pages(cache)[:, ints(at, CUDA, torch.int64)] = byte
 
 
-@pytest.mark.parametrize("kernel", SHAPES, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
 def test_bytes_of_other_rows(pair: Pair, kernel: Kernel) -> None:
     """Rows beside the selected ones, in the same tile, are 0xFF: NaN values under NaN scales."""
     call = random_call(pair, 5, 16)
@@ -268,8 +326,7 @@ def test_bytes_of_other_rows(pair: Pair, kernel: Kernel) -> None:
     check_kernel(replace(call, parts=tuple(parts)), kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_KERNEL, ids=str)
 def test_nan_stays_with_its_token_and_head(pair: Pair, kernel: Kernel) -> None:
     """A NaN row, last in its list, and a NaN query; tokens before and after are served as ever."""
     call = random_call(pair, 300, 40)
@@ -291,8 +348,7 @@ def test_nan_stays_with_its_token_and_head(pair: Pair, kernel: Kernel) -> None:
     assert_attention_close(out, lse, exact, exact_lse)
 
 
-@pytest.mark.parametrize("kernel", SHAPES, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
 def test_zero_rows_and_queries(pair: Pair, kernel: Kernel) -> None:
     """Equal scores: the logarithm of the number of rows."""
     call = replace(random_call(pair, 4, 16), sink=None)
@@ -321,7 +377,7 @@ CODES = [
 
 @pytest.mark.parametrize("kernel", SHAPES, ids=str)
 @pytest.mark.parametrize(("code", "magnitudes", "exponent"), CODES, ids=lambda x: str(x))
-@pytest.mark.parametrize("pair", PAIRS[:5], ids=str)
+@pytest.mark.parametrize("pair", QUANTISED[:5], ids=str)
 def test_scale_codes(
     pair: Pair, code: int, magnitudes: tuple[int, int], exponent: int, kernel: Kernel
 ) -> None:
@@ -343,7 +399,7 @@ def test_scale_codes(
 
 @pytest.mark.parametrize("num_tokens", [9, 300])
 @pytest.mark.parametrize("kernel", SHAPES, ids=str)
-@pytest.mark.parametrize("pair", PAIRS[:5], ids=str)
+@pytest.mark.parametrize("pair", QUANTISED[:5], ids=str)
 def test_a_few_scales_outside(pair: Pair, kernel: Kernel, num_tokens: int) -> None:
     """One row in 20, and there some groups: tiles of both kinds, and of both in one.
 
@@ -380,8 +436,7 @@ def test_e4m3_scale_codes(pair: Pair, codes: tuple[int, int], kernel: Kernel) ->
 
 
 @pytest.mark.parametrize("exponent", [-110, -30, -9, 9, 14, 30, 110])
-@pytest.mark.parametrize("kernel", SHAPES, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
 def test_queries_of_any_size(pair: Pair, kernel: Kernel, exponent: int) -> None:
     """Every head by a power of two of its own."""
     if kernel in WGMMA and exponent < -9 and "bf16" not in pair:

@@ -107,7 +107,7 @@ def test_a_cluster_fills_the_gpu(num_tokens: int, heads: int, ranks: int) -> Non
         *((7, 64, None), (8, 64, (32, 5)), (11, 64, (32, 5)), (12, 64, (32, 3))),
         *((20, 64, (32, 2)), (33, 64, (32, 2)), (34, 64, (32, 1)), (66, 64, (32, 1))),
         *((67, 64, (64, 1)), (8192, 64, (64, 1)), (66, 33, (32, 1)), (67, 33, (64, 1))),
-        *((3, 128, None), (4, 128, (32, 5)), (16, 128, (32, 2)), (34, 128, (64, 1))),
+        *((3, 128, None), (4, 128, (32, 5)), (16, 128, (32, 2)), (34, 128, (64, 2))),
         *((15, 32, None), (16, 32, (32, 5)), (66, 32, (32, 2)), (8192, 32, (32, 1))),
         *((39, 16, None), (67, 1, (32, 1)), (133, 16, None), (264, 1, None), (265, 16, (32, 1))),
     ],
@@ -118,7 +118,7 @@ def test_many_tokens(num_tokens: int, heads: int, shape: tuple[int, int] | None)
     assert config == WgmmaConfig(*shape) if shape else isinstance(config, MmaConfig)
     assert cuda_config(replace(problem, num_tokens=2 * num_tokens, num_sms=264)) == config
     assert isinstance(cuda_config(replace(problem, batch_invariant=True)), MmaConfig)
-    for scale in (-2.0, 1.5):
+    for scale in (-2.0, -0.05, 0.0, 1.5):
         assert isinstance(cuda_config(replace(problem, softmax_scale=scale)), MmaConfig)
 
 
@@ -130,7 +130,8 @@ def test_no_rank_without_a_tile(widths: tuple[int, int], heads: int, batch_invar
         problem = DecodeProblem(num_tokens, heads, *widths, 132, batch_invariant)
         config = cuda_config(problem)
         rows = 64 if isinstance(config, WgmmaConfig) else 16
-        assert config.ranks <= max(1, sum(math.ceil(width / rows) for width in widths))
+        splits = config.splits if isinstance(config, WgmmaConfig) else config.ranks
+        assert splits <= max(1, sum(math.ceil(width / rows) for width in widths))
         assert heads > config.heads - (32 if isinstance(config, WgmmaConfig) else 16)
         if not batch_invariant:
             assert (
@@ -152,7 +153,7 @@ def test_batch_invariant_ranks_ignore_the_batch(widths: tuple[int, int], ranks: 
     assert configs == {mma_config(CUDA.records, ranks)}
 
 
-@pytest.mark.parametrize("num_heads", [16, 32, 64])
+@pytest.mark.parametrize("num_heads", [16, 32, 64, 65, 128])
 @pytest.mark.parametrize("num_sms", [66, 78, 132, 160])
 @pytest.mark.parametrize("records", RING_SLOTS)
 def test_cuda_variants_follow_the_records(records: str, num_heads: int, num_sms: int) -> None:
@@ -168,8 +169,9 @@ def test_cuda_variants_follow_the_records(records: str, num_heads: int, num_sms:
     found = cuda_variants(replace(problem, num_tokens=T) for T in TOKENS)
     mma = {mma_config(records, ranks) for ranks in MMA_RANKS}
     few = {WgmmaConfig(32, ranks) for ranks in (1, 2, 3, 5)}
-    assert found <= {WgmmaConfig(64), *few, *mma}
-    assert (WgmmaConfig(64) in found) == (num_heads > 32)
+    assert found <= {WgmmaConfig(64), WgmmaConfig(64, 2), *few, *mma}
+    assert (WgmmaConfig(64, 2) in found) == (num_heads > 64 and "bf16" not in records)
+    assert (WgmmaConfig(64) in found) == (num_heads > 32) or num_heads > 64
     assert num_heads == 16 or few & found
     for scale in (1.0, 2.0):
         assert {
@@ -200,6 +202,7 @@ def test_macros_of_a_config() -> None:
     assert queue.macros == (("HEADS", 64), ("RANKS", 1))
     assert cluster.macros == (("HEADS", 32), ("RANKS", 3))
     assert (queue.ctas(5, 132), queue.ctas(500, 132), cluster.ctas(39, 132)) == (5, 132, 117)
+    assert (WgmmaConfig(64, 2).ctas(6, 132), WgmmaConfig(64, 2).ctas(500, 133)) == (6, 132)
 
 
 @pytest.mark.parametrize("num_candidates", [0, 2048])

@@ -10,6 +10,11 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The last thing that a CTA does to which others may still arrive.
+__device__ __forceinline__ void cluster_leave() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ u32 cluster_rank() {
     u32 n;
     asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(n));
@@ -25,9 +30,17 @@ __device__ __forceinline__ void send(u32 to, u32 from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// Before anything that this thread sends or arrives at later.
+__device__ __forceinline__ void store_remote(u32 to, u32 value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;\nfence.acq_rel.cluster;" ::"r"(to), "r"(value) : "memory");
+}
 // At a barrier of another CTA, after all that this thread, and those it has met, did; and the wait for that.
 __device__ __forceinline__ void arrive_at(u32 barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same, by a thread that has read all it wants and written nothing: a release would wait for all memory.
+__device__ __forceinline__ void arrive_with_nothing(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void wait_for_cluster(u64& barrier, u32 parity) {
     asm volatile("{\n.reg .pred done;\nagain:\n"

@@ -20,7 +20,8 @@ constexpr int THREADS = 32 * (SCORE_WARPS + VALUE_WARPS);
 constexpr int SLICES = 32;                // of 16 output columns, shared out among the CTAs of a cluster
 constexpr int MOST_SLICES = (SLICES + RANKS - 1) / RANKS;
 constexpr int AHEAD = 2;                  // tiles that a score warp has in flight or in hand
-constexpr float PEAK_SLACK = 1.f;         // probabilities may reach 2^PEAK_SLACK before a rescale
+// Probabilities may reach 2^PEAK_SLACK before a rescale; of the bf16 record 1, which is exact in bf16.
+constexpr float PEAK_SLACK = BF16_ROWS ? 0.f : 1.f;
 
 // ---------------------------------------------------------------- instructions
 

@@ -3,18 +3,20 @@
 //
 // Producer warps copy rows as bytes into a small ring of their own by cp.async and from there write
 // them as f16 into a stage of shared memory: e4m3 and e2m1 times their scales are exact there for
-// the scales that real caches have. bf16 rows go straight into a stage. Score warps multiply queries by a stage and turn scores into
-// probabilities. Value warps add up the stage's rows by probability. A token with a scale or a
-// number that f16 does not hold is computed again, slowly, by the value warps in f32.
+// the scales that real caches have. Rows of bf16 go straight into a stage. Score warps multiply
+// queries by a stage and turn scores into probabilities. Value warps add up the stage's rows by
+// probability. A token with a scale or a number that f16 does not hold is computed again, slowly, by
+// the value warps in f32.
 //
 // wgmma has at least 64 rows of a matrix: 64 heads are such rows; of 32, which are columns, the
 // cache's rows and the output's columns are.
 //
-// Few tokens of 32 heads are a cluster each, whose CTAs share the rows and join their results through
-// distributed shared memory.
+// CTAs of a cluster reach each other through distributed shared memory. With 32 heads they are for
+// few tokens: each has a share of one token's rows, and they join their results. With 64 heads two
+// have all heads of a token and all its rows, of which each converts half for both.
 //
-// Compile-time: HEADS (64 or 32), RANKS (CTAs of a cluster, 1 with 64 heads), SWA_RECORD and RECORD (row
-// bytes; RECORD 0: no compressed cache).
+// Compile-time: HEADS (64 or 32), RANKS (CTAs of a cluster), SWA_RECORD and RECORD (row bytes; RECORD
+// 0: no compressed cache).
 
 #include "wgmma/produce.cuh"
 #include "wgmma/produce_bf16.cuh"
@@ -33,20 +35,21 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     if (threadIdx.x == 0) {
         init_barrier(sh.query_full, 0, 32 * SCORE_WARPS);
         for (int i = 0; i < STAGES; ++i)
-            init_barrier(sh.rows_full[i], PRODUCER_WARPS, BF16_ROWS ? 32 * PRODUCER_WARPS : 0), init_barrier(sh.rows_empty[i], VALUE_WARPS);
+            init_barrier(sh.rows_full[i], PRODUCER_WARPS, ROWS_FULL_LANES),
+            init_barrier(sh.rows_empty[i], VALUE_WARPS, (SHARERS - 1) * VALUE_WARPS);
         init_barrier(sh.weights_full, SCORE_WARPS), init_barrier(sh.weights_empty, VALUE_WARPS);
         init_barrier(sh.unit_done, SCORE_WARPS), init_barrier(sh.unit_taken, VALUE_WARPS);
-        if (RANKS > 1) {
+        if (SPLITS > 1) {
             init_bytes_barrier(sh.stats_here), init_bytes_barrier(sh.parts_here);
-            init_barrier(sh.peers_ready, 0, RANKS - 1);
+            init_barrier(sh.peers_ready, 0, SPLITS - 1);
         }
         sh.rescale = 0;
         for (int i = 0; i < BUSY; ++i) sh.unfit[i] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        if (RANKS > 1) {
+        if (SPLITS > 1) {
             const int chunks = first_chunk(own_rank() + 1) - first_chunk(own_rank());
-            expect_bytes(sh.stats_here, (RANKS - 1) * sizeof(sh.stats[0]));
-            expect_bytes(sh.parts_here, (RANKS - 1) * chunks * CHUNK_BYTES);
+            expect_bytes(sh.stats_here, (SPLITS - 1) * sizeof(sh.stats[0]));
+            expect_bytes(sh.parts_here, (SPLITS - 1) * chunks * CHUNK_BYTES);
         }
     }
     __syncthreads();
@@ -65,4 +68,5 @@ sparse_mla_decode(const __grid_constant__ Params p) {
         if constexpr (BF16_ROWS) produce_bf16(sh, p, warp - VALUE_WARPS - SCORE_WARPS, lane);
         else produce(sh, p, warp - VALUE_WARPS - SCORE_WARPS, lane);
     }
+    if (SHARERS > 1) cluster_leave();
 }

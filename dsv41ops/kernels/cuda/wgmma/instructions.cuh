@@ -48,12 +48,15 @@ __device__ __forceinline__ bool is_finite(u32 pair) { return (pair & 0x7c00u) !=
 // dimension that lies in memory order. `bytes` further, `offset(bytes)` is added.
 __device__ __forceinline__ u32 descriptor(u32 address, u32 lead) { return (address & 0x3ffff) >> 4 | lead >> 4 << 16; }
 __device__ constexpr u32 offset(u32 bytes) { return bytes >> 4; }
-// The high half: 8 rows of the other dimension are 1024 bytes, swizzled by 128.
-#define DESCRIPTORS(A, B) "{\n.reg .b64 a, b;\nmov.b64 a, {" A ", 0x40000040};\nmov.b64 b, {" B ", 0x40000040};\n"
+// The high half: from 8 rows of the other dimension to the next it is 1024 bytes, in a stage 8192; swizzled by 128.
+#define MATRIX "0x40000040"
+#define STAGE "0x40000200"
+#define DESCRIPTORS(A, A_HIGH, B, B_HIGH) \
+    "{\n.reg .b64 a, b;\nmov.b64 a, {" A ", " A_HIGH "};\nmov.b64 b, {" B ", " B_HIGH "};\n"
 
 // scores [64 heads, 64 rows] (+)= queries [64, 16] · rows [64, 16]^T
 __device__ __forceinline__ void wgmma_scores(float (&d)[32], u32 a, u32 b, int accumulate) {
-    asm volatile(DESCRIPTORS("%32", "%33") ".reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+    asm volatile(DESCRIPTORS("%32", MATRIX, "%33", STAGE) ".reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERANDS " "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, a, b, p, 1, 1, 0, 0;\n}"
@@ -65,7 +68,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], u32 a, u32 b, int a
 }
 // out [64 heads, 128 columns] += weights [64, 16] · rows [16, 128]
 __device__ __forceinline__ void wgmma_values(float (&d)[64], u32 a, u32 b) {
-    asm volatile(DESCRIPTORS("%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERANDS " "
+    asm volatile(DESCRIPTORS("%64", MATRIX, "%65", STAGE) "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERANDS " "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
@@ -85,7 +88,7 @@ __device__ __forceinline__ void wgmma_values(float (&d)[64], u32 a, u32 b) {
 // TRANSPOSED 1: out [64 columns, 32 heads] (+)= rows [16, 64]^T · weights [32, 16]^T
 template <int TRANSPOSED>
 __device__ __forceinline__ void wgmma_few(float (&d)[16], u32 a, u32 b, int accumulate) {
-    asm volatile(DESCRIPTORS("%16", "%17") ".reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+    asm volatile(DESCRIPTORS("%16", STAGE, "%17", MATRIX) ".reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32." OPERANDS " "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, a, b, p, 1, 1, %19, 0;\n}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),

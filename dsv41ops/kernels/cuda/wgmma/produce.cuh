@@ -117,17 +117,17 @@ template <int R> __device__ __forceinline__ bool convert_rows(Batch& batch, Conv
 // Into a stage that begins, for this warp, at `stage`: rows `row` and following. Row r of eight turns its
 // pieces by r.
 template <int R> __device__ __forceinline__ void store_rows(const Converted& batch, u32 stage, int row, int lane) {
-    const u32 at = stage + (lane >> 2) * (BLOCK * 128) + (lane & 3) * 32 + second_first<R>(lane) * 16;
+    const u32 at = stage + (lane >> 2) * COLUMNS_APART + (lane & 3) * 32 + second_first<R>(lane) * 16;
     if (R != 584 || lane < 28) {
 #pragma unroll
         for (int r = 0; r < BATCH; ++r) {
-            const u32 to = (at ^ ((row + r) & 7) * 16) + (row + r) * 128;
+            const u32 to = (at ^ ((row + r) & 7) * 16) + row_offset(row + r);
             store16(to, batch.first[r]), store16(to ^ 16, batch.second[r]);
         }
     }
     if constexpr (R == 584) {
         const int own = row + (lane >> 3);
-        store16(stage + 7 * (BLOCK * 128) + own * 128 + ((lane & 7) ^ (own & 7)) * 16, batch.rest);
+        store16(stage + 7 * COLUMNS_APART + row_offset(own) + ((lane & 7) ^ (own & 7)) * 16, batch.rest);
     }
 }
 
@@ -140,64 +140,88 @@ __device__ __forceinline__ void hold(Converted& batch) {
     }
 }
 
+// A warp's rows of a stage, from there into the other CTA's.
+__device__ __forceinline__ void share_rows(Shared& sh, int stage, u32 rows, int warp, int lane) {
+    constexpr u32 BYTES = WARP_ROWS * ROW_BYTES;
+    publish();
+    __syncwarp();
+    if (lane == 0) {
+        const u32 other = cluster_rank() ^ 1;
+        if (warp == 0) expect_bytes(sh.rows_full[stage], PRODUCER_WARPS * BYTES);
+        send(remote(rows, other), rows, BYTES, remote(smem_address(&sh.rows_full[stage]), other));
+    }
+}
+
 __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, int lane) {
     // Blocks ahead of the one that is converted of which rows are copied.
     constexpr int AHEAD = (BATCHES + WARP_BATCHES - 1) / WARP_BATCHES;
+    constexpr int READY = SHARERS;  // batches that are converted before their stage is free
     Walk walk(p, warp, lane);
-    Rows rows;
     Block blocks[AHEAD + 1];
     auto copy = [&](const Block& block, int batch, int place) {
         const u32 ring = smem_address(sh.ring[warp][place]);
         if (block.more()) {
             const bool in_swa = block.in_swa();
-            if (ONE_RECORD || in_swa) copy_rows<SWA_RECORD>(in_swa ? p.swa : p.topk, rows, batch * BATCH, ring, lane);
-            else copy_rows<TOPK_RECORD>(p.topk, rows, batch * BATCH, ring, lane);
+            if (ONE_RECORD || in_swa) copy_rows<SWA_RECORD>(in_swa ? p.swa : p.topk, walk.rows, walk.first + batch * BATCH, ring, lane);
+            else copy_rows<TOPK_RECORD>(p.topk, walk.rows, walk.first + batch * BATCH, ring, lane);
         }
         commit();
     };
 #pragma unroll
     for (int i = 0; i < BATCHES; ++i) {
-        if (i % WARP_BATCHES == 0) blocks[i / WARP_BATCHES] = walk.next(p, rows, warp, lane);
+        if (i % WARP_BATCHES == 0) blocks[i / WARP_BATCHES] = walk.next(p, warp, lane);
         copy(blocks[i / WARP_BATCHES], i % WARP_BATCHES, i);
     }
     if (RANKS > 1) cluster_wait();
-    int place = 0, units = 0;
+    int place = 0;
 #pragma unroll 1
     for (int count = 0; blocks[0].more(); ++count) {
         const int stage = count % STAGES;
-        const u32 base = smem_address(sh.rows[stage]) + warp * WARP_ROWS * 128;
+        const u32 base = smem_address(sh.rows[stage]) + row_offset(first_row(warp));
         const bool in_swa = ONE_RECORD || blocks[0].in_swa();
         bool unfit = false;
-#pragma unroll
-        for (int b = 0; b < WARP_BATCHES; ++b) {
+        auto convert = [&](int b, Converted& to) {
             const int coming = b + BATCHES;
             Batch batch;
-            Converted converted;
             wait_group<BATCHES - 1>();
             __syncwarp();
             if (in_swa) take_rows<SWA_RECORD>(sh.ring[warp][place], lane, batch);
             else take_rows<TOPK_RECORD>(sh.ring[warp][place], lane, batch);
             __syncwarp();
-            if (coming % WARP_BATCHES == 0) blocks[coming / WARP_BATCHES] = walk.next(p, rows, warp, lane);
+            if (coming % WARP_BATCHES == 0) blocks[coming / WARP_BATCHES] = walk.next(p, warp, lane);
             copy(blocks[coming / WARP_BATCHES], coming % WARP_BATCHES, place);
             place = place == BATCHES - 1 ? 0 : place + 1;
-            if (in_swa) unfit |= convert_rows<SWA_RECORD>(batch, converted, lane);
-            else unfit |= convert_rows<TOPK_RECORD>(batch, converted, lane);
-            // The first batch is ready when the stage is free.
-            if (b == 0 && count >= STAGES) {
-                hold(converted);
-                wait_barrier(sh.rows_empty[stage], (count / STAGES - 1) & 1);
-            }
-            if (in_swa) store_rows<SWA_RECORD>(converted, base, b * BATCH, lane);
-            else store_rows<TOPK_RECORD>(converted, base, b * BATCH, lane);
+            if (in_swa) unfit |= convert_rows<SWA_RECORD>(batch, to, lane);
+            else unfit |= convert_rows<TOPK_RECORD>(batch, to, lane);
+        };
+        auto store = [&](int b, const Converted& from) {
+            if (in_swa) store_rows<SWA_RECORD>(from, base, b * BATCH, lane);
+            else store_rows<TOPK_RECORD>(from, base, b * BATCH, lane);
+        };
+        Converted ready[READY];
+#pragma unroll
+        for (int b = 0; b < READY; ++b) convert(b, ready[b]);
+        if (count >= STAGES) {
+#pragma unroll
+            for (int b = 0; b < READY; ++b) hold(ready[b]);
+            wait_empty(sh, count);
         }
-        if (blocks[0].first()) {
-            wait_barrier(sh.query_full, units++ & 1);
-            unfit |= convert_queries(sh, warp * 32 + lane);
+#pragma unroll
+        for (int b = 0; b < READY; ++b) store(b, ready[b]);
+#pragma unroll
+        for (int b = READY; b < WARP_BATCHES; ++b) convert(b, ready[0]), store(b, ready[0]);
+        if (unfit) {
+            u32& flag = sh.unfit[blocks[0].busy()];
+            flag = 1;
+            if (SHARERS > 1) store_remote(remote(smem_address(&flag), cluster_rank() ^ 1), 1);
+        }
+        if (SHARERS > 1) share_rows(sh, stage, base, warp, lane);
+        if (PRODUCERS_HELP && blocks[0].first()) {
+            wait_barrier(sh.query_full, blocks[0].busy() & 1);
+            if (convert_queries(sh, SCORE_WARPS * 32 + warp * 32 + lane)) sh.unfit[blocks[0].busy()] = 1;
         }
         put_row_mask(sh, stage, blocks[0], warp, lane);
-        if (unfit) sh.unfit[blocks[0].busy()] = 1;
-        publish();
+        if (!READERS_PUBLISH) publish();
         __syncwarp();
         arrive(sh.rows_full[stage], lane);
 #pragma unroll

@@ -6,24 +6,23 @@
 
 __device__ __forceinline__ void produce_bf16(Shared& sh, const Params& p, int warp, int lane) {
     Walk walk(p, warp, lane);
-    Rows rows;
 #pragma unroll 1
     for (int count = 0;; ++count) {
-        const Block block = walk.next(p, rows, warp, lane);
+        const Block block = walk.next(p, warp, lane);
         if (!block.more()) break;
         const int stage = count % STAGES;
-        if (count >= STAGES) wait_barrier(sh.rows_empty[stage], (count / STAGES - 1) & 1);
+        if (count >= STAGES) wait_empty(sh, count);
         // Columns 64 c .. 64 c + 63 of eight lanes, c up to 3, and 256 further. Row r of eight turns its
         // pieces by r.
         const u8* bytes = (block.in_swa() ? p.swa : p.topk).bytes + lane * 16;
-        const u32 to = smem_address(sh.rows[stage][lane >> 3]) + warp * WARP_ROWS * 128 + (lane & 7) * 16;
+        const u32 to = smem_address(sh.rows[stage]) + row_offset(first_row(warp)) + (lane >> 3) * COLUMNS_APART + (lane & 7) * 16;
 #pragma unroll
         for (int r = 0; r < WARP_ROWS; ++r) {
             const bool there = block.exists() >> r & 1;
-            const u8* from = bytes + static_cast<u64>(__shfl_sync(~0u, rows.data, r)) * 16;
+            const u8* from = bytes + static_cast<u64>(__shfl_sync(~0u, walk.rows.data, walk.first + r)) * 16;
             hold(from);
-            const u32 at = (to ^ (r & 7) * 16) + r * 128;
-            copy16(at, from, there), copy16(at + 4 * BLOCK * 128, from + 512, there);
+            const u32 at = (to ^ (r & 7) * 16) + row_offset(r);
+            copy16(at, from, there), copy16(at + 4 * COLUMNS_APART, from + 512, there);
         }
         arrive_with_copies(sh.rows_full[stage]);
         put_row_mask(sh, stage, block, warp, lane);

@@ -1,10 +1,11 @@
-// Queries of the wgmma kernel in shared memory, [head, column] in the layout of a stage: score warps copy
-// them there as bf16 when they have no more use for the ones before; producers make them f16 in place,
-// with 64 heads the score warps too.
+// Queries of the wgmma kernel in shared memory, [head, column]: score warps copy them there as bf16 when they
+// have no more use for the ones before, and make them f16 in place; of 64 heads producers make half.
 #pragma once
 
 #include "instructions.cuh"
 #include "shared.cuh"
+
+constexpr bool PRODUCERS_HELP = !FEW_HEADS && !BF16_ROWS;
 
 // The pieces, 16 bytes each, of one of so many threads, and where they lie.
 template <int WARPS, int UNROLL, typename F>
@@ -21,7 +22,7 @@ __device__ __forceinline__ void for_query_pieces(Shared& sh, int thread, F&& f) 
 
 __device__ __forceinline__ void score_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
-// By score warps; they arrive at query_full.
+// They arrive at query_full.
 __device__ __forceinline__ void copy_queries(Shared& sh, const Params& p, const Unit& unit, int thread) {
     const u16* from = p.q + unit.token * p.q_token_stride + unit.first_head * p.q_head_stride;
     const int heads_left = p.num_heads - unit.first_head;
@@ -32,13 +33,11 @@ __device__ __forceinline__ void copy_queries(Shared& sh, const Params& p, const 
     arrive_with_copies(sh.query_full);
 }
 
-constexpr int QUERY_WARPS = FEW_HEADS ? PRODUCER_WARPS : PRODUCER_WARPS + SCORE_WARPS;
-
-// Those of a thread of these warps. True if f16 does not hold one of them.
+// True if f16 does not hold one of a thread's.
 __device__ __forceinline__ bool convert_queries(Shared& sh, int thread) {
     const u32 scale = (__float_as_uint(QUERY_SCALE) >> 16) * 0x10001u;  // twice, in bf16
     u32 top = 0;
-    for_query_pieces<QUERY_WARPS, 2>(sh, thread, [&](int, int, u32 at) {
+    for_query_pieces<SCORE_WARPS + PRODUCERS_HELP * PRODUCER_WARPS, 2>(sh, thread, [&](int, int, u32 at) {
         const uint4 v = load16(at);
         u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -49,4 +48,12 @@ __device__ __forceinline__ bool convert_queries(Shared& sh, int thread) {
         store16(at, make_uint4(words[0], words[1], words[2], words[3]));
     });
     return !is_finite(top);
+}
+
+// Those of the nth unit that has blocks, for all score warps.
+__device__ __forceinline__ void take_queries(Shared& sh, int nth, int thread) {
+    wait_barrier(sh.query_full, nth & 1);
+    if (!BF16_ROWS && convert_queries(sh, thread)) sh.unfit[nth % BUSY] = 1;
+    publish();
+    score_sync();
 }

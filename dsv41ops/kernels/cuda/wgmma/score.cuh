@@ -5,6 +5,7 @@
 
 __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int lane) {
     const int thread = warp * 32 + lane;
+    if (RANKS > 1) cluster_wait();
     int count = 0, nth = 0, busy = 0;
     Unit next(p, first_unit());
     // Before them: no score warp multiplies the queries before.
@@ -22,16 +23,8 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
         const int own_head = unit.first_head + warp * 16 + (lane >> 2);
         const float sink[2] = {load_sink(p, own_head), load_sink(p, own_head + 8)};
         const float scale = p.scale_log2 / QUERY_SCALE;
-        if (num_blocks > 0) {
-            wait_barrier(sh.query_full, busy & 1);
-            if (!BF16_ROWS && convert_queries(sh, PRODUCER_WARPS * 32 + thread)) sh.unfit[busy % BUSY] = 1;
-            ++busy;
-            publish();
-            score_sync();
-        } else {
-            next = Unit(p, number + units_apart(), lens);
-            copy_next();
-        }
+        if (num_blocks > 0) take_queries(sh, busy++, thread);
+        else next = Unit(p, number + units_apart(), lens), copy_next();
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ++count) {
             const int stage = __shfl_sync(~0u, count % STAGES, 0);  // descriptors in uniform registers
@@ -41,8 +34,9 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 32; ++k) {
-                const u32 at = offset((k >> 2) * 8192 + (k & 3) * 32);
-                wgmma_scores(s, query + at, rows + at, k > 0);
+                const u32 piece = (k & 3) * 32;
+                wgmma_scores(s, query + offset((k >> 2) * HEADS * 128 + piece),
+                             rows + offset((k >> 2) * COLUMNS_APART + piece), k > 0);
             }
             wgmma_commit();
             wgmma_wait();
@@ -56,20 +50,23 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
             const u32 masks[4] = {there.x, there.y, there.z, there.w};
             const bool whole = (there.x & there.y & there.z & there.w) == 0x0f0f0f0fu;
             const int bit = (lane >> 1 & 1) * 8 + (lane & 1) * 2;
+            if (!whole) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (!(masks[j >> 1] >> ((j & 1) * 16 + bit + (i & 1)) & 1)) s[j * 4 + i] = -INF;
+            }
             float top[2] = {-INF, -INF};
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    s[j * 4 + i] *= scale;
-                    if (!whole && !(masks[j >> 1] >> ((j & 1) * 16 + bit + (i & 1)) & 1)) s[j * 4 + i] = -INF;
-                    top[i >> 1] = fmaxf(top[i >> 1], s[j * 4 + i]);
-                }
+                for (int i = 0; i < 4; ++i) top[i >> 1] = fmaxf(top[i >> 1], s[j * 4 + i]);
             bool higher = false;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
-                top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
+                top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2)) * scale;
                 higher |= top[half] > peak[half] + PEAK_SLACK;
             }
             if (count >= 1) wait_barrier(sh.weights_empty, (count - 1) & 1);
@@ -90,7 +87,7 @@ __device__ __forceinline__ void score(Shared& sh, const Params& p, int warp, int
             for (int j = 0; j < 8; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    s[j * 4 + i] = exp2_fast(s[j * 4 + i] - peak[i >> 1]);
+                    s[j * 4 + i] = exp2_fast(s[j * 4 + i] * scale - peak[i >> 1]);
                     total[i >> 1] += s[j * 4 + i];
                 }
             // Matrices: heads 0-7 and 8-15 of the warp, rows 8 j .. 8 j + 15.

@@ -32,18 +32,18 @@ __device__ __forceinline__ float2 join_stats(Shared& sh, float2 own, float sink,
     sh.stats[rank][lane] = own;
     publish();
     __syncwarp();
-    if (lane < RANKS && lane != rank)
+    if (lane < SPLITS && lane != rank)
         send(remote(smem_address(sh.stats[rank]), lane), smem_address(sh.stats[rank]), sizeof(sh.stats[0]),
              remote(smem_address(&sh.stats_here), lane));
     wait_barrier(sh.stats_here, 0);
     float top = NO_PEAK, sum = 0.f;
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) top = fmaxf(top, sh.stats[r][lane].x);
+    for (int r = 0; r < SPLITS; ++r) top = fmaxf(top, sh.stats[r][lane].x);
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) sum += sh.stats[r][lane].y * exp2_fast(sh.stats[r][lane].x - top);
+    for (int r = 0; r < SPLITS; ++r) sum += sh.stats[r][lane].y * exp2_fast(sh.stats[r][lane].x - top);
     const float factor = output_factor(top, sum, sink);
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) sh.factor[r][lane] = exp2_fast(sh.stats[r][lane].x - top) * factor;
+    for (int r = 0; r < SPLITS; ++r) sh.factor[r][lane] = exp2_fast(sh.stats[r][lane].x - top) * factor;
     const bool unfit = !BF16_ROWS && __any_sync(~0u, sum != sum);
     if (lane == 0) sh.unfit_somewhere = unfit;
     __syncwarp();
@@ -68,12 +68,12 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
         const float2 turn = load_turn(p, unit.token, lane);
         const int own_head = unit.first_head + lane;
         const float sink = load_sink(p, own_head);
-        float peak[8], total[8];
+        float peak[8], limit[8], total[8];  // above the limit a score moves the peak
 #pragma unroll
-        for (int i = 0; i < 8; ++i) peak[i] = NO_PEAK, total[i] = 0.f;
+        for (int i = 0; i < 8; ++i) peak[i] = NO_PEAK, limit[i] = -INF, total[i] = 0.f;
         const float scale = p.scale_log2 / QUERY_SCALE;
-        if (num_blocks == 0) next = Unit(p, number + units_apart(), lens), copy_next();
-        else if (BF16_ROWS) wait_barrier(sh.query_full, busy++ & 1), publish();
+        if (num_blocks > 0) take_queries(sh, busy++, thread);
+        else next = Unit(p, number + units_apart(), lens), copy_next();
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ++count) {
             const int stage = __shfl_sync(~0u, count % STAGES, 0);  // descriptors in uniform registers
@@ -83,7 +83,7 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 32; ++k)
-                wgmma_few<0>(s, rows + offset((k >> 2) * BLOCK * 128 + (k & 3) * 32),
+                wgmma_few<0>(s, rows + offset((k >> 2) * COLUMNS_APART + (k & 3) * 32),
                              query + offset((k >> 2) * HEADS * 128 + (k & 3) * 32), k > 0);
             wgmma_commit();
             wgmma_wait();
@@ -99,8 +99,8 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& x = s[j * 4 + half * 2 + i];
-                        x = exists ? x * scale : -INF;
-                        higher |= x > peak[j * 2 + i] + PEAK_SLACK;
+                        x = exists ? x : -INF;
+                        higher |= x > limit[j * 2 + i];
                     }
             }
             const bool moves = any_score_warp(higher);
@@ -117,11 +117,12 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const int head = (i >> 1) * 8 + q * 2 + (i & 1);
-                    float next = peak[i];
+                    float next = NO_PEAK;
 #pragma unroll
                     for (int w = 0; w < SCORE_WARPS; ++w) next = fmaxf(next, sh.tops[w][head]);
+                    next = fmaxf(peak[i], next * scale);
                     fade[i] = exp2_fast(peak[i] - next);
-                    peak[i] = next, total[i] *= fade[i];
+                    peak[i] = next, total[i] *= fade[i], limit[i] = (next + PEAK_SLACK) * reciprocal(scale);
                 }
                 if (warp == 0 && lane < 4) put_heads(sh.fade, q, fade);
                 if (thread == 0) sh.rescale = count + 1;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 const int head = (i >> 2) * 2 + (i & 1);
-                s[i] = exp2_fast(s[i] - peak[head]);
+                s[i] = exp2_fast(s[i] * scale - peak[head]);
                 total[head] += s[i];
             }
             // Matrices: heads 8 j .. 8 j + 7 and the warp's rows 0-7 and 8-15, transposed.
@@ -160,7 +161,7 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
                 top = sh.peaks[lane];
             }
             bool writes = own_head < p.num_heads;
-            if constexpr (RANKS > 1) {
+            if constexpr (SPLITS > 1) {
                 const float2 all = join_stats(sh, make_float2(top, sh.unfit[0] ? __int_as_float(0x7fffffff) : sum), sink, lane);
                 top = all.x, sum = all.y;
                 writes &= own_rank() == 0 && !sh.unfit_somewhere;

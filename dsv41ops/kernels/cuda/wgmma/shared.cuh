@@ -8,30 +8,39 @@ constexpr int BLOCK = 64;               // rows
 constexpr int STAGES = 2;
 constexpr int BUSY = 8;                 // more than the units that any roles are apart, empty ones aside
 constexpr bool FEW_HEADS = HEADS == 32;
-static_assert(HEADS == 64 && RANKS == 1 || FEW_HEADS && RANKS <= 8, "heads, CTAs of a cluster");
+// CTAs of a cluster that have a share of a token's rows each; and that have them all, each with a share to convert.
+constexpr int SPLITS = FEW_HEADS ? RANKS : 1, SHARERS = FEW_HEADS ? 1 : RANKS;
+static_assert(SPLITS <= 8 && SHARERS <= (BF16_ROWS ? 1 : 2), "CTAs of a cluster");
 // Warps by role, in this order. Half the heads leave registers for twice the producers.
 constexpr int VALUE_WARPS = FEW_HEADS ? 4 : 8, SCORE_WARPS = 4, PRODUCER_WARPS = FEW_HEADS ? 8 : 4;
 constexpr int THREADS = 32 * (VALUE_WARPS + SCORE_WARPS + PRODUCER_WARPS);
 // Registers per thread, 64 Ki in all.
 constexpr int VALUE_REGISTERS = FEW_HEADS ? 168 : 160, SCORE_REGISTERS = FEW_HEADS ? 88 : 80;
 constexpr int PRODUCER_REGISTERS = FEW_HEADS ? 128 : 112;
-constexpr float PEAK_SLACK = 8.f;       // probabilities may reach 2^PEAK_SLACK before a rescale
+// Probabilities may reach 2^PEAK_SLACK before a rescale. As bf16 the largest is 1, which is exact: one that
+// outweighs all others must not be off by 2^-8.
+constexpr float PEAK_SLACK = BF16_ROWS ? 0.f : 8.f;
 constexpr float QUERY_SCALE = BF16_ROWS ? 1.f : 8.f;  // small queries keep their bits in f16, large ones fit
 
 // A producer warp's rows of a block come in batches, a cp.async group each, through a ring of its own.
-constexpr int WARP_ROWS = BLOCK / PRODUCER_WARPS;
+constexpr int WARP_ROWS = BLOCK / SHARERS / PRODUCER_WARPS;
 constexpr int BATCH = 4;                // rows
 constexpr int WARP_BATCHES = WARP_ROWS / BATCH;
 constexpr int BATCHES = FEW_HEADS ? 3 : 2;  // of a ring
 constexpr int RING_PITCH = BF16_ROWS ? 16 : max_of(SWA_RECORD, RECORD) == 584 ? 592 : max_of(SWA_RECORD, RECORD);
 
+// Who publishes a stage's rows to the tensor cores: who begins copies cannot, and 32 heads' producers have less time.
+constexpr bool READERS_PUBLISH = BF16_ROWS || FEW_HEADS;
+// In a stage: bytes of a row, and from 64 columns of eight rows to their next 64.
+constexpr int ROW_BYTES = 1024, COLUMNS_APART = 8 * 128;
+
 struct Shared {
-    alignas(1024) u8 rows[STAGES][8][BLOCK * 128];  // columns 64 c .. 64 c + 63 of all rows, swizzled
+    alignas(1024) u8 rows[STAGES][BLOCK / 8][8][COLUMNS_APART];  // by eight rows, by 64 columns, swizzled
     alignas(1024) u8 query[8][HEADS * 128];
     alignas(1024) u8 weights[HEADS * 128];          // probabilities [head, row]
     alignas(16) u8 ring[PRODUCER_WARPS][BATCHES][BATCH][RING_PITCH];
     alignas(16) float fade[HEADS];                  // what older blocks are multiplied by
-    alignas(16) float factor[RANKS][HEADS];         // of the finished output: of every CTA's part
+    alignas(16) float factor[SPLITS][HEADS];        // of the finished output: of every CTA's part
     alignas(16) float2 turn[32];                    // and its rotation
     alignas(16) u8 row_mask[STAGES][BLOCK / 4];     // rows that exist, four in a byte
     u32 rescale;                                    // the last block that older ones fade for
@@ -44,12 +53,12 @@ struct Shared {
     alignas(16) float sums[FEW_HEADS ? SCORE_WARPS : 1][HEADS];
     alignas(16) float peaks[HEADS];
     // What the CTAs of a cluster tell each other: peak and sum of heads, NaN where f16 does not hold a number.
-    alignas(16) float2 stats[RANKS][HEADS];
+    alignas(16) float2 stats[SPLITS][HEADS];
     u64 stats_here, parts_here, peers_ready;
     u32 unfit_somewhere;
     // Of a value warp with all heads: 16 columns of the output on their way. A cluster's last queries leave
     // room for that.
-    alignas(16) u8 finished[FEW_HEADS && RANKS == 1 ? VALUE_WARPS : 1][FEW_HEADS && RANKS == 1 ? HEADS * 32 : 16];
+    alignas(16) u8 finished[FEW_HEADS && SPLITS == 1 ? VALUE_WARPS : 1][FEW_HEADS && SPLITS == 1 ? HEADS * 32 : 16];
 };
 
 extern "C" {
@@ -66,10 +75,20 @@ static_assert(__INTADDR__(&static_cast<Shared*>(nullptr)->query) == STAGES * siz
 __device__ __forceinline__ u32 stage_address(int stage) { return shared_base() + stage * static_cast<u32>(sizeof(Shared::rows[0])); }
 __device__ __forceinline__ u32 query_address() { return stage_address(STAGES); }
 
-// By those who multiply the rows of a block. Copies are not published by who begins them.
+// Who arrives at rows_full lane by lane: copies of bf16 rows; who expects the other CTA's.
+constexpr int ROWS_FULL_LANES = BF16_ROWS ? 32 * PRODUCER_WARPS : SHARERS - 1;
+
+// Where in a stage a row lies, its first 64 columns.
+__device__ constexpr u32 row_offset(int row) { return (row >> 3) * 8 * ROW_BYTES + (row & 7) * 128; }
+
+// By those who multiply the rows of a block.
 __device__ __forceinline__ void wait_rows(Shared& sh, int count) {
     wait_barrier(sh.rows_full[count % STAGES], count / STAGES & 1);
-    if (BF16_ROWS) publish();
+    if (READERS_PUBLISH) publish();
+}
+// By those who produce them: nobody multiplies the stage's rows before.
+__device__ __forceinline__ void wait_empty(Shared& sh, int count) {
+    wait_barrier(sh.rows_empty[count % STAGES], (count / STAGES - 1) & 1);
 }
 
 // A unit's numbers of rows, as they stand in memory.
@@ -82,10 +101,10 @@ __device__ __forceinline__ Lens load_lens(const Params& p, int number) {
     return {p.swa.lens[token], RECORD ? p.topk.lens[token] : 0};
 }
 
-// A cluster has one unit; a CTA by itself has several, one after another.
-__device__ __forceinline__ int first_unit() { return blockIdx.x / RANKS; }
-__device__ __forceinline__ int units_apart() { return gridDim.x / RANKS; }
-__device__ __forceinline__ int own_rank() { return RANKS == 1 ? 0 : cluster_rank(); }
+// A cluster that splits rows has one unit; any other CTA has several, one after another.
+__device__ __forceinline__ int first_unit() { return blockIdx.x / SPLITS; }
+__device__ __forceinline__ int units_apart() { return gridDim.x / SPLITS; }
+__device__ __forceinline__ int own_rank() { return SPLITS == 1 ? 0 : cluster_rank(); }
 
 // The rows of a unit in blocks: the window's, then the selection's; and which are this CTA's.
 struct Unit {
@@ -98,8 +117,8 @@ struct Unit {
         topk_len = RECORD ? clamp(lens.topk, 0, p.topk.width) : 0;
         swa_blocks = (swa_len + BLOCK - 1) / BLOCK;
         const int all = swa_blocks + (topk_len + BLOCK - 1) / BLOCK, rank = own_rank();
-        first_block = all * rank / RANKS;
-        num_blocks = all * (rank + 1) / RANKS - first_block;
+        first_block = all * rank / SPLITS;
+        num_blocks = all * (rank + 1) / SPLITS - first_block;
     }
     __device__ __forceinline__ Unit(const Params& p, int number) : Unit(p, number, load_lens(p, number)) {}
 };

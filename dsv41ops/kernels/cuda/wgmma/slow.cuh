@@ -47,8 +47,8 @@ __device__ __forceinline__ void read_row(const Pool& pool, u32 slot, int lane, f
 __device__ __forceinline__ void attend_slowly(const Params& p, int number, int warp, int lane) {
     const Unit unit(p, number);
     for (int head = unit.first_head + own_rank() * VALUE_WARPS + warp; head < min(p.num_heads, unit.first_head + HEADS);
-         head += RANKS * VALUE_WARPS) {
-        float q[16], acc[16], peak = NO_PEAK, total = 0.f;
+         head += SPLITS * VALUE_WARPS) {
+        float q[16], acc[16], peak = -3.4e38f, total = 0.f;  // scores may be larger than elsewhere
         const u16* query = p.q + unit.token * p.q_token_stride + head * p.q_head_stride + lane * 16;
 #pragma unroll
         for (int i = 0; i < 16; ++i) q[i] = __uint_as_float(static_cast<u32>(query[i]) << 16), acc[i] = 0.f;

@@ -22,6 +22,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int q) {
 __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int lane) {
     const int group = warp >> 2;  // 256 columns each
     const int head = (warp & 3) * 16 + (lane >> 2);
+    if (RANKS > 1) cluster_wait();
     int count = 0, nth = 0, busy = 0;
     Lens lens = load_lens(p, first_unit());
 #pragma unroll 1
@@ -46,7 +47,7 @@ __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int
 #pragma unroll
                     for (int i = 0; i < 64; ++i) acc[h][i] *= fade[i >> 1 & 1];
             }
-            const u32 rows = smem_address(sh.rows[stage]) + group * 4 * 8192;
+            const u32 rows = smem_address(sh.rows[stage]) + group * 4 * COLUMNS_APART;
             const u32 weights = smem_address(sh.weights);
             wgmma_fence();
 #pragma unroll
@@ -54,11 +55,12 @@ __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
                     wgmma_values(acc[h], descriptor(weights + k * 32, 16),
-                                 descriptor(rows + h * 2 * 8192 + k * 2048, 8192));
+                                 descriptor(rows + h * 2 * COLUMNS_APART + row_offset(k * 16), COLUMNS_APART));
             wgmma_commit();
             wgmma_wait();
             __syncwarp();
             arrive(sh.rows_empty[stage], lane), arrive(sh.weights_empty, lane);
+            if (SHARERS > 1 && lane == 0) arrive_with_nothing(remote(smem_address(&sh.rows_empty[stage]), cluster_rank() ^ 1));
         }
         wait_barrier(sh.unit_done, nth & 1);
         const bool unfit = take_unfit(sh, unit, busy, warp, lane);

@@ -18,19 +18,19 @@ __device__ __forceinline__ void multiply(const float (&by)[HEADS], float (&sums)
 }
 
 // A CTA of a cluster completes the chunks from this one on.
-__device__ __forceinline__ int first_chunk(int rank) { return 8 * rank / RANKS; }
+__device__ __forceinline__ int first_chunk(int rank) { return 8 * rank / SPLITS; }
 constexpr int CHUNK_BYTES = 64 * HEADS * sizeof(float);
 
 // Every CTA of the cluster sends every other its sums of the chunks that the other completes, through the
 // first stage of each into the second of the other, lane by lane as they lie in registers.
 __device__ __forceinline__ void join_parts(Shared& sh, Sums& acc, int warp, int lane) {
-    static_assert(!FEW_HEADS || 8 * CHUNK_BYTES <= sizeof(sh.rows[0]) && (RANKS - 1) * ((8 + RANKS - 1) / RANKS) <= 8, "stages");
+    static_assert(!FEW_HEADS || 8 * CHUNK_BYTES <= sizeof(sh.rows[0]) && (SPLITS - 1) * ((8 + SPLITS - 1) / SPLITS) <= 8, "stages");
     const int rank = own_rank(), first = first_chunk(rank), last = first_chunk(rank + 1), q = lane & 3;
     float4* sent = reinterpret_cast<float4*>(sh.rows[0]) + warp * 32 + lane;
     const float4* parts = reinterpret_cast<const float4*>(sh.rows[1]) + warp * 32 + lane;
     constexpr int APART = 32 * VALUE_WARPS;  // in these
     value_sync();  // no one multiplies the stages any more
-    if (warp == 0 && lane < RANKS && lane != rank) arrive_at(remote(smem_address(&sh.peers_ready), lane));
+    if (warp == 0 && lane < SPLITS && lane != rank) arrive_at(remote(smem_address(&sh.peers_ready), lane));
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
         if (first <= c && c < last) continue;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void join_parts(Shared& sh, Sums& acc, int warp, int 
     }
     publish();
     value_sync();
-    if (warp == 0 && lane < RANKS && lane != rank) {
+    if (warp == 0 && lane < SPLITS && lane != rank) {
         wait_for_cluster(sh.peers_ready, 0);
         const int begin = first_chunk(lane), end = first_chunk(lane + 1);
         send(remote(smem_address(sh.rows[1]) + (rank - (rank > lane)) * (end - begin) * CHUNK_BYTES, lane),
@@ -56,7 +56,7 @@ __device__ __forceinline__ void join_parts(Shared& sh, Sums& acc, int warp, int 
         if (c < first || c >= last) continue;
         multiply(sh.factor[rank], acc[c], q);
 #pragma unroll
-        for (int n = 0; n < RANKS - 1; ++n) {
+        for (int n = 0; n < SPLITS - 1; ++n) {
             const float(&factor)[HEADS] = sh.factor[n + (n >= rank)];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -93,21 +93,21 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
 #pragma unroll
                 for (int c = 0; c < 8; ++c) multiply(sh.fade, acc[c], q);
             }
-            const u32 rows = descriptor(smem_address(sh.rows[stage]), BLOCK * 128);
+            const u32 rows = descriptor(smem_address(sh.rows[stage]), COLUMNS_APART);
             const u32 weights = descriptor(smem_address(sh.weights), 16);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
                 for (int c = 0; c < 8; ++c)
-                    wgmma_few<1>(acc[c], rows + offset(c * BLOCK * 128 + k * 2048), weights + offset(k * 32), 1);
+                    wgmma_few<1>(acc[c], rows + offset(c * COLUMNS_APART + row_offset(k * 16)), weights + offset(k * 32), 1);
             wgmma_commit();
             wgmma_wait();
             __syncwarp();
             arrive(sh.rows_empty[stage], lane), arrive(sh.weights_empty, lane);
         }
         bool unfit;
-        if constexpr (RANKS > 1) {
+        if constexpr (SPLITS > 1) {
             join_parts(sh, acc, warp, lane);
             unfit = sh.unfit_somewhere;
         } else {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
             }
         }
         // Through shared memory, 16 columns of all heads at a time, so that a lane stores 16 bytes.
-        const u32 finished = smem_address(RANKS > 1 ? sh.query[warp] : sh.finished[warp]);
+        const u32 finished = smem_address(SPLITS > 1 ? sh.query[warp] : sh.finished[warp]);
         auto place = [&](int head, int half) { return finished + head * 32 + ((half ^ (head >> 2 & 1)) << 4); };
         const int own = lane >> 1, half = lane & 1;
         u16* out = p.out + unit.token * p.out_token_stride + (unit.first_head + own) * p.out_head_stride + warp * 16 + half * 8;
