@@ -96,7 +96,7 @@ WGMMA_US: dict[str, dict[tuple[int, int], float]] = {
     },
     "bf16": {(32, 5): 14.0, (32, 3): 17.1, (32, 2): 19.6, (32, 1): 29.6, (64, 1): 33.5},
 }
-# In first ones: CTAs begin their next unit before the last one's end.
+# In first ones, of CTAs that fill the GPU: they begin before the last ones of the wave before end.
 FURTHER_WAVE = 0.83
 # Its queries are f16, exact to 2^-28; a larger softmax scale could make more of smaller ones. Peaks
 # are found before the scale, which has to be above 0 therefore.
@@ -273,8 +273,10 @@ def _fastest_mma(problem: DecodeProblem) -> tuple[float, int]:
     tiles = _tiles(problem, RING_TILE)
     costs = {ranks: wave_us[ranks] for ranks in MMA_RANKS[1:] if _fit(units, ranks, tiles)}
     waves, rest = divmod(units, 2 * MEASURED_SMS)
-    last = 0 if rest == 0 else wave_us[1] if rest <= MEASURED_SMS else wave_us[SHARED]
-    costs[1] = waves * wave_us[SHARED] + last
+    if rest > MEASURED_SMS:
+        waves, rest = waves + 1, 0
+    shared = wave_us[SHARED] * (1 + (waves - 1) * FURTHER_WAVE) if waves > 0 else 0
+    costs[1] = shared + (wave_us[1] if rest > 0 else 0)
     return min((cost, ranks) for ranks, cost in costs.items())
 
 
