@@ -65,6 +65,11 @@ def cases(pairs: list[Pair], kernels: list[Kernel]) -> list[tuple[Pair, Kernel]]
 
 
 EVERY_KERNEL, EVERY_SHAPE = cases(PAIRS, KERNELS), cases(PAIRS, SHAPES)
+HEADS: dict[Kernel, tuple[int, ...]] = {
+    "wgmma64": (33, 64, 70, 128),
+    "wgmma64x2": (65, 100, 128),
+    "wgmma32": (5, 32, 40, 128),
+}
 QUANTISED = [pair for pair in PAIRS if "bf16" not in pair]
 ROPE = 448  # the first column that fp8_ds_mla stores as bf16
 
@@ -179,19 +184,17 @@ def test_heads(pair: Pair, heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "heads"),
+    ("pair", "kernel", "heads"),
     [
-        *(("wgmma64", heads) for heads in (33, 64, 70, 128)),
-        *(("wgmma64x2", heads) for heads in (65, 100, 128)),
-        *(("wgmma32", heads) for heads in (5, 32, 40, 128)),
+        (pair, kernel, heads)
+        for pair, kernel in cases(PAIRS, ["wgmma64", "wgmma64x2", "wgmma32"])
+        for heads in HEADS[kernel]
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("num_tokens", [1, 3, 130, 300])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_queues(pair: Pair, num_tokens: int, kernel: Kernel, heads: int) -> None:
+def test_queues(num_tokens: int, pair: Pair, kernel: Kernel, heads: int) -> None:
     """Of up to ten units per CTA."""
-    if (pair, kernel) not in EVERY_KERNEL:
-        pytest.skip("there is no such kernel")
     check_kernel(random_call(pair, num_tokens, heads), kernel)
 
 
@@ -255,14 +258,16 @@ def test_empty_units_between_full_ones(pair: Pair, heads: int, kernel: Kernel) -
 
 
 @pytest.mark.parametrize(
-    ("kernel", "heads"),
-    [("wgmma64", 64), ("wgmma64x2", 128), ("wgmma64x2", 70), ("wgmma32", 5), ("wgmma32", 40)],
+    ("pair", "kernel", "heads"),
+    [
+        *((*case, heads) for case in cases(PAIRS, ["wgmma32"]) for heads in (5, 40)),
+        *((*case, 64) for case in cases(PAIRS, ["wgmma64"])),
+        *((*case, heads) for case in cases(PAIRS, ["wgmma64x2"]) for heads in (70, 128)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_many_small_units(pair: Pair, kernel: Kernel, heads: int) -> None:
     """A block each, some of them empty, some beyond f16: ten or more in a row for a CTA."""
-    if (pair, kernel) not in EVERY_KERNEL:
-        pytest.skip("there is no such kernel")
     call = random_call(pair, 1400, heads, window_width=5, width=7)
     large = torch.rand(1400, device=CUDA) < 0.2
     call.q[large] *= 2.0**14
