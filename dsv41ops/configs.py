@@ -289,8 +289,8 @@ def _fastest_wgmma(problem: DecodeProblem) -> tuple[float, tuple[int, int]]:
         if config.splits > 1:
             serves, further = _fit(units, config.splits, blocks), 0
         else:
-            groups = -(-problem.num_heads // config.heads)
-            serves = config.heads == 32 or (problem.num_heads > 32 and groups % config.ranks == 0)
+            shared = _head_groups(problem, config.heads) % config.ranks == 0
+            serves = config.heads == 32 or (problem.num_heads > 32 and shared)
             further = ceil(units / MEASURED_SMS) - 1
         if serves:
             costs[shape] = first * (1 + further * FURTHER_WAVE)
@@ -309,8 +309,12 @@ def _measured_records(problem: DecodeProblem) -> str:
 
 def _units(problem: DecodeProblem, heads: int) -> float:
     """As many as would give every SM of the measured GPU as much to do."""
-    units = problem.num_tokens * -(-problem.num_heads // heads)
+    units = problem.num_tokens * _head_groups(problem, heads)
     return units * MEASURED_SMS / problem.num_sms
+
+
+def _head_groups(problem: DecodeProblem, heads: int) -> int:
+    return ceil(problem.num_heads / heads)
 
 
 def _tiles(problem: DecodeProblem, rows: int) -> int:

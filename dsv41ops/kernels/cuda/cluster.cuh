@@ -13,7 +13,8 @@ __device__ __forceinline__ void cluster_wait() {
 // The last thing that a CTA does to which others may still arrive.
 __device__ __forceinline__ void cluster_leave() {
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    cluster_wait();
 }
 __device__ __forceinline__ u32 cluster_rank() {
     u32 n;
@@ -25,6 +26,8 @@ __device__ __forceinline__ u32 remote(u32 address, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(address), "r"(rank));
     return d;
 }
+// The same place in the other of two CTAs.
+__device__ __forceinline__ u32 others(u32 address) { return remote(address, cluster_rank() ^ 1); }
 // Copies to another CTA; the bytes count at its barrier.
 __device__ __forceinline__ void send(u32 to, u32 from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -20,7 +20,7 @@ from dsv41ops.kernels.cuda.driver import Kernel, Launch
 from dsv41ops.kernels.cuda.nvrtc import compile_cubin
 from dsv41ops.kernels.cuda.params import LAYOUT, POOL
 from dsv41ops.kernels.device import sms_and_capability
-from dsv41ops.layouts import find_record
+from dsv41ops.layouts import find_record, record_of
 
 ENTRY = "sparse_mla_decode"
 LOG2_E = 1.4426950408889634
@@ -75,8 +75,8 @@ def launch_sparse_mla_decode(
         num_heads,
         swa_indices.shape[1],
         topk_width,
-        _row_bytes(swa_cache),
-        _row_bytes(cache) if topk_width > 0 else 0,
+        record_of(swa_cache).row_bytes,
+        record_of(cache).row_bytes if topk_width > 0 else 0,
         batch_invariant,
         softmax_scale,
         config,
@@ -121,10 +121,6 @@ def _rotation(positions: Tensor | None, cos_sin: Tensor | None) -> tuple[int, ..
 def _aligned(address: int, token_stride: int, head_stride: int) -> bool:
     """Whether every row of bf16 begins at a multiple of 16 bytes."""
     return (address | token_stride * 2 | head_stride * 2) % 16 == 0
-
-
-def _row_bytes(cache: Tensor) -> int:
-    return cache.shape[2] * cache.itemsize
 
 
 def _pool(cache: Tensor, indices: Tensor, lens: Tensor) -> tuple[int, ...]:

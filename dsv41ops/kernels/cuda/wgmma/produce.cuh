@@ -146,9 +146,8 @@ __device__ __forceinline__ void share_rows(Shared& sh, int stage, u32 rows, int 
     publish();
     __syncwarp();
     if (lane == 0) {
-        const u32 other = cluster_rank() ^ 1;
         if (warp == 0) expect_bytes(sh.rows_full[stage], PRODUCER_WARPS * BYTES);
-        send(remote(rows, other), rows, BYTES, remote(smem_address(&sh.rows_full[stage]), other));
+        send(others(rows), rows, BYTES, others(smem_address(&sh.rows_full[stage])));
     }
 }
 
@@ -177,7 +176,7 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
 #pragma unroll 1
     for (int count = 0; blocks[0].more(); ++count) {
         const int stage = count % STAGES;
-        const u32 base = smem_address(sh.rows[stage]) + row_offset(first_row(warp));
+        const u32 base = smem_address(sh.rows[stage]) + row_offset(row_of(warp, 0));
         const bool in_swa = ONE_RECORD || blocks[0].in_swa();
         bool unfit = false;
         auto convert = [&](int b, Converted& to) {
@@ -213,7 +212,7 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
         if (unfit) {
             u32& flag = sh.unfit[blocks[0].busy()];
             flag = 1;
-            if (SHARERS > 1) store_remote(remote(smem_address(&flag), cluster_rank() ^ 1), 1);
+            if (SHARERS > 1) store_remote(others(smem_address(&flag)), 1);
         }
         if (SHARERS > 1) share_rows(sh, stage, base, warp, lane);
         if (PRODUCERS_HELP && blocks[0].first()) {

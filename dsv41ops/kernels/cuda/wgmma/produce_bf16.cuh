@@ -15,7 +15,7 @@ __device__ __forceinline__ void produce_bf16(Shared& sh, const Params& p, int wa
         // Columns 64 c .. 64 c + 63 of eight lanes, c up to 3, and 256 further. Row r of eight turns its
         // pieces by r.
         const u8* bytes = (block.in_swa() ? p.swa : p.topk).bytes + lane * 16;
-        const u32 to = smem_address(sh.rows[stage]) + row_offset(first_row(warp)) + (lane >> 3) * COLUMNS_APART + (lane & 7) * 16;
+        const u32 to = smem_address(sh.rows[stage]) + row_offset(row_of(warp, 0)) + (lane >> 3) * COLUMNS_APART + (lane & 7) * 16;
 #pragma unroll
         for (int r = 0; r < WARP_ROWS; ++r) {
             const bool there = block.exists() >> r & 1;

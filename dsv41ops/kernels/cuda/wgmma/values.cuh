@@ -6,6 +6,13 @@
 
 __device__ __forceinline__ void value_sync() { asm volatile("bar.sync 2, %0;" ::"n"(32 * VALUE_WARPS) : "memory"); }
 
+// To producers, here and in the CTA that shares rows, and to score warps: the stage is added up.
+__device__ __forceinline__ void free_stage(Shared& sh, int stage, int lane) {
+    __syncwarp();
+    arrive(sh.rows_empty[stage], lane), arrive(sh.weights_empty, lane);
+    if (SHARERS > 1 && lane == 0) arrive_with_nothing(others(smem_address(&sh.rows_empty[stage])));
+}
+
 // Whether f16 does not hold a number of this unit; that is then forgotten. `busy`: units before this
 // one that have blocks.
 __device__ __forceinline__ bool take_unfit(Shared& sh, const Unit& unit, int& busy, int warp, int lane) {

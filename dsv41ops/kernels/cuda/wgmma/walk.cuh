@@ -11,7 +11,6 @@ __device__ __forceinline__ int row_of(int warp, int lane) {
     const int whose = lane / WARP_ROWS ^ cluster_rank();
     return whose * (BLOCK / SHARERS) + warp * WARP_ROWS + lane % WARP_ROWS;
 }
-__device__ __forceinline__ int first_row(int warp) { return row_of(warp, 0); }
 
 constexpr int LOOKED_UP = 32 / KNOWN_ROWS;  // blocks at once
 struct Rows {

@@ -58,9 +58,7 @@ __device__ __forceinline__ void weigh(Shared& sh, const Params& p, int warp, int
                                  descriptor(rows + h * 2 * COLUMNS_APART + row_offset(k * 16), COLUMNS_APART));
             wgmma_commit();
             wgmma_wait();
-            __syncwarp();
-            arrive(sh.rows_empty[stage], lane), arrive(sh.weights_empty, lane);
-            if (SHARERS > 1 && lane == 0) arrive_with_nothing(remote(smem_address(&sh.rows_empty[stage]), cluster_rank() ^ 1));
+            free_stage(sh, stage, lane);
         }
         wait_barrier(sh.unit_done, nth & 1);
         const bool unfit = take_unfit(sh, unit, busy, warp, lane);

@@ -103,8 +103,7 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
                     wgmma_few<1>(acc[c], rows + offset(c * COLUMNS_APART + row_offset(k * 16)), weights + offset(k * 32), 1);
             wgmma_commit();
             wgmma_wait();
-            __syncwarp();
-            arrive(sh.rows_empty[stage], lane), arrive(sh.weights_empty, lane);
+            free_stage(sh, stage, lane);
         }
         bool unfit;
         if constexpr (SPLITS > 1) {
