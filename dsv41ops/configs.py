@@ -49,52 +49,79 @@ CLUSTER_UNITS = {8: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}
 # large batch the exchange of its partial results.
 INVARIANT_TILES = 10
 # Microseconds of a wave, measured there with 128 + 512 rows. Of the mma kernel, with 16 heads per
-# CTA, by CTAs per cluster; SHARED: two CTAs on every SM.
+# CTA, by CTAs per cluster; SHARED: two CTAs on every SM. Every unit had rows of its own, but
+# of bf16 in clusters, where memory is what counts, two had the same, as with 32 heads.
 SHARED, MMA_RANKS = 0, (1, 2, 3, 4, 6, 8)
 WAVE_US: dict[str, dict[int, float]] = {
-    "fp8_ds_mla": {8: 8.9, 6: 9.9, 4: 11.4, 3: 13.9, 2: 17.7, 1: 31.0, SHARED: 43.8},
-    "mxfp8": {8: 9.0, 6: 10.2, 4: 11.5, 3: 14.1, 2: 18.4, 1: 27.8, SHARED: 41.5},
-    "mxfp8+nvfp4": {8: 8.9, 6: 10.0, 4: 11.2, 3: 14.2, 2: 18.6, 1: 30.0, SHARED: 46.6},
-    "nvfp4": {8: 8.8, 6: 9.8, 4: 11.1, 3: 13.7, 2: 17.2, 1: 26.6, SHARED: 42.3},
-    "bf16": {8: 8.6, 6: 9.6, 4: 11.3, 3: 14.1, 2: 17.4, 1: 31.8, SHARED: 47.7},
+    "fp8_ds_mla": {8: 9.1, 6: 10.3, 4: 12.4, 3: 15.0, 2: 18.8, 1: 30.9, SHARED: 43.7},
+    "mxfp8": {8: 9.2, 6: 10.6, 4: 12.0, 3: 15.0, 2: 19.6, 1: 27.7, SHARED: 41.5},
+    "mxfp8+nvfp4": {8: 9.0, 6: 10.1, 4: 11.7, 3: 14.7, 2: 18.9, 1: 29.7, SHARED: 46.3},
+    "nvfp4": {8: 8.9, 6: 9.9, 4: 11.3, 3: 14.3, 2: 18.2, 1: 26.9, SHARED: 42.9},
+    "bf16": {8: 8.4, 6: 9.2, 4: 11.5, 3: 13.4, 2: 17.6, 1: 31.8, SHARED: 48.6},
 }
 # The wgmma kernel's rows at a time.
 WGMMA_BLOCK = 64
 # Its microseconds, by heads per CTA and CTAs per cluster, of the first wave.
 WGMMA_US: dict[str, dict[tuple[int, int], float]] = {
     "fp8_ds_mla": {
-        (32, 5): 13.5,
-        (32, 3): 16.6,
+        (16, 5): 11.4,
+        (16, 3): 14.6,
+        (16, 2): 16.4,
+        (16, 1): 23.6,
+        (32, 5): 13.6,
+        (32, 3): 16.7,
         (32, 2): 18.3,
-        (32, 1): 27.4,
+        (32, 1): 27.0,
         (64, 1): 34.1,
-        (64, 2): 31.1,
+        (64, 2): 31.3,
     },
     "mxfp8": {
+        (16, 5): 11.0,
+        (16, 3): 13.9,
+        (16, 2): 15.4,
+        (16, 1): 22.1,
         (32, 5): 13.3,
         (32, 3): 16.0,
-        (32, 2): 17.3,
-        (32, 1): 25.7,
-        (64, 1): 32.3,
+        (32, 2): 17.4,
+        (32, 1): 25.4,
+        (64, 1): 32.1,
         (64, 2): 30.5,
     },
     "mxfp8+nvfp4": {
+        (16, 5): 10.6,
+        (16, 3): 13.2,
+        (16, 2): 15.0,
+        (16, 1): 21.9,
         (32, 5): 13.2,
         (32, 3): 15.6,
-        (32, 2): 17.0,
-        (32, 1): 25.6,
+        (32, 2): 17.1,
+        (32, 1): 25.8,
         (64, 1): 35.8,
-        (64, 2): 28.7,
+        (64, 2): 28.8,
     },
     "nvfp4": {
-        (32, 5): 12.6,
-        (32, 3): 14.9,
-        (32, 2): 16.2,
-        (32, 1): 23.7,
-        (64, 1): 30.9,
-        (64, 2): 27.5,
+        (16, 5): 10.4,
+        (16, 3): 13.1,
+        (16, 2): 14.4,
+        (16, 1): 20.7,
+        (32, 5): 12.8,
+        (32, 3): 15.2,
+        (32, 2): 16.4,
+        (32, 1): 23.8,
+        (64, 1): 30.7,
+        (64, 2): 27.9,
     },
-    "bf16": {(32, 5): 14.0, (32, 3): 17.1, (32, 2): 19.6, (32, 1): 29.6, (64, 1): 33.5},
+    "bf16": {
+        (16, 5): 11.5,
+        (16, 3): 15.0,
+        (16, 2): 18.2,
+        (16, 1): 27.4,
+        (32, 5): 14.1,
+        (32, 3): 17.4,
+        (32, 2): 19.9,
+        (32, 1): 29.8,
+        (64, 1): 33.8,
+    },
 }
 # In first ones, of CTAs that fill the GPU: they begin before the last ones of the wave before end.
 FURTHER_WAVE = 0.83
@@ -212,16 +239,19 @@ class MmaConfig(_Variant):
 class WgmmaConfig(_Variant):
     """A CTA per SM with a queue of units of ``heads`` heads.
 
-    With 32 heads, ``ranks`` above 1 are a cluster for every unit, which splits its rows; with 64
-    they are a cluster whose CTAs have all heads of a token and share its converted rows.
+    With 16 or 32 heads, ``ranks`` above 1 are a cluster for every unit, which splits its rows; with
+    64 they are a cluster whose CTAs have all heads of a token and share its converted rows.
     """
 
     source: ClassVar = "sparse_mla_decode_wgmma.cu"
-    threads: ClassVar = 512
     ctas_per_sm: ClassVar = 1
 
     heads: int
     ranks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 768 if self.heads == 16 else 512
 
     def ctas(self, num_units: int, num_sms: int) -> int:
         if self.splits > 1:
@@ -230,7 +260,7 @@ class WgmmaConfig(_Variant):
 
     @property
     def splits(self) -> int:
-        return self.ranks if self.heads == 32 else 1
+        return self.ranks if self.heads <= 32 else 1
 
 
 CudaConfig = MmaConfig | WgmmaConfig
@@ -245,7 +275,7 @@ def cuda_config(problem: DecodeProblem) -> CudaConfig:
     if not 0 < problem.softmax_scale <= LARGE_SCALE:
         return mma_config(problem.records, mma[1])
     wgmma = _fastest_wgmma(problem)
-    return WgmmaConfig(*wgmma[1]) if wgmma[0] < mma[0] else mma_config(problem.records, mma[1])
+    return WgmmaConfig(*wgmma[1]) if wgmma[0] <= mma[0] else mma_config(problem.records, mma[1])
 
 
 def mma_config(records: str, ranks: int) -> MmaConfig:
@@ -289,12 +319,19 @@ def _fastest_wgmma(problem: DecodeProblem) -> tuple[float, tuple[int, int]]:
         if config.splits > 1:
             serves, further = _fit(units, config.splits, blocks), 0
         else:
-            shared = _head_groups(problem, config.heads) % config.ranks == 0
-            serves = config.heads == 32 or (problem.num_heads > 32 and shared)
+            serves = _head_groups(problem, config.heads) % config.ranks == 0
             further = ceil(units / MEASURED_SMS) - 1
-        if serves:
+        if serves and _suits(problem, config.heads):
             costs[shape] = first * (1 + further * FURTHER_WAVE)
     return min((cost, shape) for shape, cost in costs.items())
+
+
+def _suits(problem: DecodeProblem, heads: int) -> bool:
+    """A CTA for this many: no smaller one has them all, and those for 16 are for no more.
+
+    Several of those would convert a token's rows several times.
+    """
+    return problem.num_heads <= 16 if heads == 16 else problem.num_heads > heads // 2
 
 
 def _fit(units: float, ranks: int, tiles: int) -> bool:

@@ -16,6 +16,7 @@ import dsv41ops
 from dsv41ops.configs import (
     MMA_RANKS,
     RING_SLOTS,
+    WGMMA_US,
     DecodeProblem,
     WgmmaConfig,
     cuda_config,
@@ -45,13 +46,11 @@ PAIR = ("mxfp8", "nvfp4")
 # The mma kernel by ranks, the wgmma kernel by heads and ranks. Some of every kind of CTA.
 Kernel = int | str
 WGMMA = {
-    "wgmma64": WgmmaConfig(64),
-    "wgmma64x2": WgmmaConfig(64, 2),
-    "wgmma32": WgmmaConfig(32),
-    **{f"wgmma32x{ranks}": WgmmaConfig(32, ranks) for ranks in (2, 3, 5)},
+    f"wgmma{heads}x{ranks}" if ranks > 1 else f"wgmma{heads}": WgmmaConfig(heads, ranks)
+    for heads, ranks in WGMMA_US["mxfp8"]
 }
 KERNELS: list[Kernel] = [*MMA_RANKS, *WGMMA]
-SHAPES: list[Kernel] = [1, 4, "wgmma64", "wgmma64x2", "wgmma32", "wgmma32x3"]
+SHAPES: list[Kernel] = [1, 4, "wgmma64", "wgmma64x2", "wgmma32", "wgmma32x3", "wgmma16"]
 
 
 def cases(pairs: list[Pair], kernels: list[Kernel]) -> list[tuple[Pair, Kernel]]:
@@ -69,6 +68,7 @@ HEADS: dict[Kernel, tuple[int, ...]] = {
     "wgmma64": (33, 64, 70, 128),
     "wgmma64x2": (65, 100, 128),
     "wgmma32": (5, 32, 40, 128),
+    "wgmma16": (5, 16, 20),
 }
 QUANTISED = [pair for pair in PAIRS if "bf16" not in pair]
 ROPE = 448  # the first column that fp8_ds_mla stores as bf16
@@ -187,7 +187,7 @@ def test_heads(pair: Pair, heads: int) -> None:
     ("pair", "kernel", "heads"),
     [
         (pair, kernel, heads)
-        for pair, kernel in cases(PAIRS, ["wgmma64", "wgmma64x2", "wgmma32"])
+        for pair, kernel in cases(PAIRS, list(HEADS))
         for heads in HEADS[kernel]
     ],
     ids=str,
@@ -211,6 +211,23 @@ def test_every_kernel(pair: Pair, kernel: Kernel) -> None:
 @pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
 def test_page_sizes(pair: Pair, page_size: int, kernel: Kernel) -> None:
     check_kernel(random_call(pair, 5, 16, page_size=page_size), kernel)
+
+
+@pytest.mark.parametrize("offset", [16, 48, 112])
+@pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
+def test_where_a_cache_begins(pair: Pair, offset: int, kernel: Kernel) -> None:
+    """Off a cache line, where lanes that copy whole lines take fewer bytes of the first one."""
+    call = random_call(pair, 5, 16)
+    parts = []
+    for part in call.parts:
+        raw = part.cache.view(torch.uint8)
+        room = raw.new_empty(raw.untyped_storage().nbytes() + 256)
+        moved = room[-room.data_ptr() % 128 + offset :].as_strided(raw.shape, raw.stride())
+        flat_pages(moved).copy_(flat_pages(raw))
+        parts.append(replace(part, cache=moved.view(part.cache.dtype)))
+    moved_call = replace(call, parts=tuple(parts))
+    for given, expected in zip(run(moved_call, kernel), run(call, kernel), strict=True):
+        assert_same_bits(given, expected)
 
 
 @pytest.mark.parametrize(("pair", "kernel"), cases([("bf16", "bf16")], SHAPES), ids=str)
@@ -260,7 +277,7 @@ def test_empty_units_between_full_ones(pair: Pair, heads: int, kernel: Kernel) -
 @pytest.mark.parametrize(
     ("pair", "kernel", "heads"),
     [
-        *((*case, heads) for case in cases(PAIRS, ["wgmma32"]) for heads in (5, 40)),
+        *((*case, heads) for case in cases(PAIRS, ["wgmma32", "wgmma16"]) for heads in (5, 40)),
         *((*case, 64) for case in cases(PAIRS, ["wgmma64"])),
         *((*case, heads) for case in cases(PAIRS, ["wgmma64x2"]) for heads in (70, 128)),
     ],
@@ -476,7 +493,7 @@ def test_caches_without_a_page(empty: tuple[int, ...], kernel: Kernel) -> None:
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("kernel", [1, "wgmma64", "wgmma32", "wgmma32x2"], ids=str)
+@pytest.mark.parametrize("kernel", [1, "wgmma64", "wgmma32", "wgmma32x2", "wgmma16"], ids=str)
 @pytest.mark.parametrize("pair", [("fp8_ds_mla", "fp8_ds_mla"), PAIR], ids=str)
 def test_pages_far_apart(pair: Pair, kernel: Kernel) -> None:
     """Addresses past 2^32 and 2^35 bytes; a page's bytes come from a small cache."""

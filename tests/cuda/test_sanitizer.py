@@ -95,6 +95,10 @@ def unfit(call: Call) -> Call:
         (("fp8_ds_mla", "fp8_ds_mla"), "wgmma32", 70, 33),
         (PAIR, "wgmma32x2", 3, 33),
         (("fp8_ds_mla", "fp8_ds_mla"), "wgmma32x3", 3, 33),
+        (PAIR, "wgmma16", 140, 16),
+        (("fp8_ds_mla", "fp8_ds_mla"), "wgmma16", 140, 16),
+        (("bf16", "bf16"), "wgmma16", 140, 16),
+        (PAIR, "wgmma16x2", 3, 16),
     ],
     ids=str,
 )

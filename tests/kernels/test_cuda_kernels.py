@@ -245,7 +245,8 @@ def test_rotation_of_the_output(recorder: Recorder, dtype: torch.dtype) -> None:
     ("num_tokens", "heads", "wide", "ctas"),
     [
         *((100, 40, 64, 100), (100, 100, 64, 132)),
-        *((100, 5, 32, 100), (60, 40, 32, 120), (200, 20, 32, 132)),
+        *((100, 5, 16, 100), (200, 16, 16, 132), (20, 16, 16, 100)),
+        *((100, 17, 32, 100), (60, 40, 32, 120), (200, 20, 32, 132)),
         *((10, 64, 32, 100), (16, 64, 32, 96), (33, 64, 32, 132)),
     ],
 )
@@ -255,7 +256,8 @@ def test_many_tokens(recorder: Recorder, num_tokens: int, heads: int, wide: int,
     (params,) = recorder.params
     assert (params["head_groups"], params["num_units"]) == (groups, num_tokens * groups)
     ranks = 2 if (wide, groups) == (64, 2) else max(1, ctas // (num_tokens * groups))
-    assert recorder.launches == [(ctas, 512, ranks, STREAM)]
+    threads = 768 if wide == 16 else 512
+    assert recorder.launches == [(ctas, threads, ranks, STREAM)]
     ((_, source, macros),) = recorder.kernels
     assert source == "sparse_mla_decode_wgmma.cu"
     assert dict(macros) == {"HEADS": wide, "RANKS": ranks, "SWA_RECORD": 528, "RECORD": 288}

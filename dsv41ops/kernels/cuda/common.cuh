@@ -78,13 +78,13 @@ template <int R> __device__ __forceinline__ Place locate(const Pool& pool, u32 s
     return at;
 }
 
-// Waits for the launch before this one, whose results nothing may read, or overwrite, earlier. Lets
-// the next launch take its place, if that is on SMs that are free: beside CTAs that are half an SM
+// Lets the next launch take its place, if that is on SMs that are free: beside CTAs that are half an SM
 // it would take more of some SMs than of others.
-__device__ __forceinline__ void follow_launch(bool alone) {
+__device__ __forceinline__ void let_next_launch(bool alone) {
     if (alone) asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+// For the launch before this one, whose results nothing may read, or overwrite, earlier.
+__device__ __forceinline__ void wait_for_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The inverse rotation of a token's output: lane i's pair of the last 64 columns, (cosine, sine).
 #define NO_TURN make_float2(1.f, -0.f)

@@ -751,7 +751,25 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     work.swa_first = min(begin, swa_tiles), work.swa_count = min(end, swa_tiles) - work.swa_first;
     work.topk_first = max(begin - swa_tiles, 0), work.topk_count = max(end - swa_tiles, 0) - work.topk_first;
     const int score_warp = thread >> 5;
-    follow_launch(CTAS_PER_SM == 1);
+    auto prepare = [&] {
+        if (thread == 0) {
+#pragma unroll 1
+            for (int slot = 0; slot < SLOTS; ++slot)
+                init_barrier(sh.full[slot], 1), init_barrier(sh.empty[slot], VALUE_WARPS);
+            if (RANKS > 1) {
+                init_bytes_barrier(sh.parts_here);
+                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+                expect_bytes(sh.parts_here, (RANKS - 1) * (sizeof(sh.stats[0]) + (last_slice - first_slice) * SLICE_BYTES));
+            }
+        }
+        __syncthreads();
+        if (RANKS > 1) cluster_arrive();
+    };
+    // Clusters leave SMs free, where the next launch does this before it has to wait. Otherwise it is done while
+    // indices are on their way.
+    let_next_launch(CTAS_PER_SM == 1);
+    if (RANKS > 1) prepare();
+    wait_for_launch();
     bool guess_in_swa[AHEAD];
     int guess[AHEAD], first_indices[AHEAD];
 #pragma unroll
@@ -765,18 +783,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
 
     const int swa_len = clamp(p.swa.lens[token], 0, p.swa.width);
     const int topk_len = RECORD ? clamp(p.topk.lens[token], 0, p.topk.width) : 0;
-    if (thread == 0) {
-#pragma unroll 1
-        for (int slot = 0; slot < SLOTS; ++slot)
-            init_barrier(sh.full[slot], 1), init_barrier(sh.empty[slot], VALUE_WARPS);
-        if (RANKS > 1) {
-            init_bytes_barrier(sh.parts_here);
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            expect_bytes(sh.parts_here, (RANKS - 1) * (sizeof(sh.stats[0]) + (last_slice - first_slice) * SLICE_BYTES));
-        }
-    }
-    __syncthreads();
-    if (RANKS > 1) cluster_arrive();
+    if (RANKS == 1) prepare();
     work.swa_count = clamp((swa_len + TILE - 1) / TILE - work.swa_first, 0, work.swa_count);
     work.topk_count = clamp((topk_len + TILE - 1) / TILE - work.topk_first, 0, work.topk_count);
     const int num_tiles = work.swa_count + work.topk_count;

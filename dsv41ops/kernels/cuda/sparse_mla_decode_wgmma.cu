@@ -8,14 +8,14 @@
 // probability. A token with a scale or a number that f16 does not hold is computed again, slowly, by
 // the value warps in f32.
 //
-// wgmma has at least 64 rows of a matrix: 64 heads are such rows; of 32, which are columns, the
+// wgmma has at least 64 rows of a matrix: 64 heads are such rows; of 32 or 16, which are columns, the
 // cache's rows and the output's columns are.
 //
-// CTAs of a cluster reach each other through distributed shared memory. With 32 heads they are for
+// CTAs of a cluster reach each other through distributed shared memory. With few heads they are for
 // few tokens: each has a share of one token's rows, and they join their results. With 64 heads two
 // have all heads of a token and all its rows, of which each converts half for both.
 //
-// Compile-time: HEADS (64 or 32), RANKS (CTAs of a cluster), SWA_RECORD and RECORD (row bytes; RECORD
+// Compile-time: HEADS (64, 32 or 16), RANKS (CTAs of a cluster), SWA_RECORD and RECORD (row bytes; RECORD
 // 0: no compressed cache).
 
 #include "wgmma/produce.cuh"
@@ -54,7 +54,8 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     }
     __syncthreads();
     if (RANKS > 1) cluster_arrive();
-    follow_launch(true);
+    let_next_launch(true);
+    wait_for_launch();
     if (warp < VALUE_WARPS) {
         raise_registers<VALUE_REGISTERS>();
         if constexpr (FEW_HEADS) weigh_few(sh, p, warp, lane);

@@ -83,9 +83,9 @@ __device__ __forceinline__ void wgmma_values(float (&d)[64], u32 a, u32 b) {
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         : "r"(a), "r"(b));
 }
-// With 32 heads rows are the 64 of the matrix and heads its columns:
-// TRANSPOSED 0: scores [64 rows, 32 heads] (+)= rows [64, 16] · queries [32, 16]^T
-// TRANSPOSED 1: out [64 columns, 32 heads] (+)= rows [16, 64]^T · weights [32, 16]^T
+// With few heads, 32 or 16, rows are the 64 of the matrix and heads its columns:
+// TRANSPOSED 0: scores [64 rows, heads] (+)= rows [64, 16] · queries [heads, 16]^T
+// TRANSPOSED 1: out [64 columns, heads] (+)= rows [16, 64]^T · weights [heads, 16]^T
 template <int TRANSPOSED>
 __device__ __forceinline__ void wgmma_few(float (&d)[16], u32 a, u32 b, int accumulate) {
     asm volatile(DESCRIPTORS("%16", STAGE, "%17", MATRIX) ".reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
@@ -93,6 +93,13 @@ __device__ __forceinline__ void wgmma_few(float (&d)[16], u32 a, u32 b, int accu
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, a, b, p, 1, 1, %19, 0;\n}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a), "r"(b), "r"(accumulate), "n"(TRANSPOSED));
+}
+template <int TRANSPOSED>
+__device__ __forceinline__ void wgmma_few(float (&d)[8], u32 a, u32 b, int accumulate) {
+    asm volatile(DESCRIPTORS("%8", STAGE, "%9", MATRIX) ".reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32." OPERANDS " {%0,%1,%2,%3,%4,%5,%6,%7}, a, b, p, 1, 1, %11, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         : "r"(a), "r"(b), "r"(accumulate), "n"(TRANSPOSED));
 }
 // Four 8x8 matrices of 16 bits from mma fragments to rows in shared memory, one row per lane.

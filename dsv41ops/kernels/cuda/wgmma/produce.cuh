@@ -5,24 +5,33 @@
 #include "queries.cuh"
 #include "walk.cuh"
 
-// Rows first .. first + BATCH - 1 of the warp into a ring, some lanes a row; ones that do not exist
+// Whether eight lanes take what lies in one cache line, not eight pieces from a row's begin on: fewer bytes of
+// shared memory pass by, for a few more instructions.
+constexpr bool BY_LINES = HEADS == 16 || SHARERS > 1;
+
+// Rows first .. first + BATCH - 1 of the warp into a ring, eight lanes a row; ones that do not exist
 // become zeros.
 template <int R>
 __device__ __forceinline__ void copy_rows(const Pool& pool, const Rows& rows, int first, u32 ring, int lane) {
     constexpr int LANES = 32 / BATCH, PIECES = (R == 584 ? 576 : R) / 16;
-    const int own = lane / LANES, piece = lane % LANES;
+    const int own = lane / LANES;
     const bool there = rows.exists >> (first + own) & 1;
-    const u8* from = pool.bytes + static_cast<u64>(__shfl_sync(~0u, rows.data, first + own)) * 16 + piece * 16;
+    const u8* row = pool.bytes + static_cast<u64>(__shfl_sync(~0u, rows.data, first + own)) * 16;
+    // The first piece; before the row's begin, if the eight lanes take what lies in one cache line.
+    const int before = BY_LINES ? static_cast<int>(reinterpret_cast<u64>(row) >> 4 & (LANES - 1)) : 0;
+    const int piece = lane % LANES - before;
+    const u8* from = row + piece * 16;
     hold(from);
     const u32 to = ring + own * RING_PITCH + piece * 16;
 #pragma unroll
-    for (int i = 0; i < PIECES; i += LANES)
-        if (i + LANES <= PIECES || piece < PIECES - i) copy16(to + i * 16, from + i * 16, there);
+    for (int i = 0; i < PIECES + (BY_LINES ? LANES - 1 : 0); i += LANES)
+        if ((!BY_LINES || i >= LANES || piece >= -i) && (i + LANES <= PIECES || piece < PIECES - i))
+            copy16(to + i * 16, from + i * 16, there);
     if constexpr (R == 584) {
         // All scales of a page follow all its data.
         const u32 in_page = __shfl_sync(~0u, rows.in_page, first + own);
         const u64 scales = static_cast<u64>(pool.page_size) * 576 - static_cast<u64>(in_page) * 568;
-        if (piece == 0) copy_few<8>(to + 576, from + scales, there);
+        if (lane % LANES == 0) copy_few<8>(to + (before * 16 + 576), from + (before * 16 + scales), there);
     }
 }
 
@@ -114,10 +123,10 @@ template <int R> __device__ __forceinline__ bool convert_rows(Batch& batch, Conv
     return unfit;
 }
 
-// Into a stage that begins, for this warp, at `stage`: rows `row` and following. Row r of eight turns its
-// pieces by r.
-template <int R> __device__ __forceinline__ void store_rows(const Converted& batch, u32 stage, int row, int lane) {
-    const u32 at = stage + (lane >> 2) * COLUMNS_APART + (lane & 3) * 32 + second_first<R>(lane) * 16;
+// Into a stage that begins, for this warp, at `stage`: rows `row` and following.
+template <int R>
+__device__ __forceinline__ void store_rows(const Converted& batch, u32 stage, u32 swizzle, int row, int lane) {
+    const u32 at = (stage + (lane >> 2) * COLUMNS_APART + (lane & 3) * 32 + second_first<R>(lane) * 16) ^ swizzle * 16;
     if (R != 584 || lane < 28) {
 #pragma unroll
         for (int r = 0; r < BATCH; ++r) {
@@ -127,7 +136,7 @@ template <int R> __device__ __forceinline__ void store_rows(const Converted& bat
     }
     if constexpr (R == 584) {
         const int own = row + (lane >> 3);
-        store16(stage + 7 * COLUMNS_APART + row_offset(own) + ((lane & 7) ^ (own & 7)) * 16, batch.rest);
+        store16(stage + 7 * COLUMNS_APART + row_offset(own) + ((lane & 7) ^ (own & 7) ^ swizzle) * 16, batch.rest);
     }
 }
 
@@ -172,6 +181,7 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
         copy(blocks[i / WARP_BATCHES], i % WARP_BATCHES, i);
     }
     if (RANKS > 1) cluster_wait();
+    const u32 swizzle = first_swizzle(warp);
     int place = 0;
 #pragma unroll 1
     for (int count = 0; blocks[0].more(); ++count) {
@@ -194,8 +204,8 @@ __device__ __forceinline__ void produce(Shared& sh, const Params& p, int warp, i
             else unfit |= convert_rows<TOPK_RECORD>(batch, to, lane);
         };
         auto store = [&](int b, const Converted& from) {
-            if (in_swa) store_rows<SWA_RECORD>(from, base, b * BATCH, lane);
-            else store_rows<TOPK_RECORD>(from, base, b * BATCH, lane);
+            if (in_swa) store_rows<SWA_RECORD>(from, base, swizzle, b * BATCH, lane);
+            else store_rows<TOPK_RECORD>(from, base, swizzle, b * BATCH, lane);
         };
         Converted ready[READY];
 #pragma unroll

@@ -12,10 +12,10 @@ __device__ __forceinline__ void produce_bf16(Shared& sh, const Params& p, int wa
         if (!block.more()) break;
         const int stage = count % STAGES;
         if (count >= STAGES) wait_empty(sh, count);
-        // Columns 64 c .. 64 c + 63 of eight lanes, c up to 3, and 256 further. Row r of eight turns its
-        // pieces by r.
+        // Columns 64 c .. 64 c + 63 of eight lanes, c up to 3, and 256 further.
         const u8* bytes = (block.in_swa() ? p.swa : p.topk).bytes + lane * 16;
-        const u32 to = smem_address(sh.rows[stage]) + row_offset(row_of(warp, 0)) + (lane >> 3) * COLUMNS_APART + (lane & 7) * 16;
+        const u32 stage_rows = smem_address(sh.rows[stage]) + row_offset(row_of(warp, 0));
+        const u32 to = stage_rows + (lane >> 3) * COLUMNS_APART + ((lane & 7) ^ first_swizzle(warp)) * 16;
 #pragma unroll
         for (int r = 0; r < WARP_ROWS; ++r) {
             const bool there = block.exists() >> r & 1;

@@ -1,4 +1,4 @@
-// Score warps of the wgmma kernel for 32 heads: rows · queries, and probabilities. Every warp has 16
+// Score warps of the wgmma kernel for 32 or 16 heads: rows · queries, and probabilities. Every warp has 16
 // rows of a block and all heads: of a lane, rows g and g + 8 and heads 8 j + 2 q and 8 j + 2 q + 1.
 #pragma once
 
@@ -12,24 +12,25 @@ __device__ __forceinline__ bool any_score_warp(bool yes) {
     return any;
 }
 
-// Sums or maxima of the eight lanes that have a head.
-template <typename F> __device__ __forceinline__ void reduce_lanes(float (&x)[8], F&& f) {
+// Sums or maxima of the eight lanes that have a head, for each of a lane's heads.
+template <typename F> __device__ __forceinline__ void reduce_lanes(float (&x)[LANE_HEADS], F&& f) {
 #pragma unroll
     for (int d = 4; d <= 16; d <<= 1)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = f(x[i], __shfl_xor_sync(~0u, x[i], d));
+        for (int i = 0; i < LANE_HEADS; ++i) x[i] = f(x[i], __shfl_xor_sync(~0u, x[i], d));
 }
 
-// A lane's eight heads, in a table by head.
-__device__ __forceinline__ void put_heads(float (&table)[HEADS], int q, const float (&x)[8]) {
+// A lane's heads, in a table by head.
+__device__ __forceinline__ void put_heads(float (&table)[HEADS], int q, const float (&x)[LANE_HEADS]) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) *reinterpret_cast<float2*>(&table[j * 8 + q * 2]) = make_float2(x[j * 2], x[j * 2 + 1]);
+    for (int j = 0; j < LANE_HEADS / 2; ++j) *reinterpret_cast<float2*>(&table[j * 8 + q * 2]) = make_float2(x[j * 2], x[j * 2 + 1]);
 }
 
-// A lane's head: its peak and sum in this CTA to those of all, which also gives everyone's factors.
+// A head per lane: its peak and sum in this CTA to those of all, which also gives everyone's factors.
 __device__ __forceinline__ float2 join_stats(Shared& sh, float2 own, float sink, int lane) {
     const int rank = own_rank();
-    sh.stats[rank][lane] = own;
+    if (lane < HEADS) sh.stats[rank][lane] = own;
+    const int head = lane % HEADS;
     publish();
     __syncwarp();
     if (lane < SPLITS && lane != rank)
@@ -38,12 +39,13 @@ __device__ __forceinline__ float2 join_stats(Shared& sh, float2 own, float sink,
     wait_barrier(sh.stats_here, 0);
     float top = NO_PEAK, sum = 0.f;
 #pragma unroll
-    for (int r = 0; r < SPLITS; ++r) top = fmaxf(top, sh.stats[r][lane].x);
+    for (int r = 0; r < SPLITS; ++r) top = fmaxf(top, sh.stats[r][head].x);
 #pragma unroll
-    for (int r = 0; r < SPLITS; ++r) sum += sh.stats[r][lane].y * exp2_fast(sh.stats[r][lane].x - top);
+    for (int r = 0; r < SPLITS; ++r) sum += sh.stats[r][head].y * exp2_fast(sh.stats[r][head].x - top);
     const float factor = output_factor(top, sum, sink);
 #pragma unroll
-    for (int r = 0; r < SPLITS; ++r) sh.factor[r][lane] = exp2_fast(sh.stats[r][lane].x - top) * factor;
+    for (int r = 0; r < SPLITS; ++r)
+        if (lane < HEADS) sh.factor[r][lane] = exp2_fast(sh.stats[r][head].x - top) * factor;
     const bool unfit = !BF16_ROWS && __any_sync(~0u, sum != sum);
     if (lane == 0) sh.unfit_somewhere = unfit;
     __syncwarp();
@@ -66,11 +68,11 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
         const int num_blocks = __shfl_sync(~0u, unit.num_blocks, 0);  // uniform, as the compiler sees it
         const Lens lens = load_lens(p, number + units_apart());
         const float2 turn = load_turn(p, unit.token, lane);
-        const int own_head = unit.first_head + lane;
+        const int own_head = unit.first_head + lane % HEADS;
         const float sink = load_sink(p, own_head);
-        float peak[8], limit[8], total[8];  // above the limit a score moves the peak
+        float peak[LANE_HEADS], limit[LANE_HEADS], total[LANE_HEADS];  // above the limit a score moves the peak
 #pragma unroll
-        for (int i = 0; i < 8; ++i) peak[i] = NO_PEAK, limit[i] = -INF, total[i] = 0.f;
+        for (int i = 0; i < LANE_HEADS; ++i) peak[i] = NO_PEAK, limit[i] = -INF, total[i] = 0.f;
         const float scale = p.scale_log2 / QUERY_SCALE;
         if (num_blocks > 0) take_queries(sh, busy++, thread);
         else next = Unit(p, number + units_apart(), lens), copy_next();
@@ -78,7 +80,7 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
         for (int block = 0; block < num_blocks; ++block, ++count) {
             const int stage = __shfl_sync(~0u, count % STAGES, 0);  // descriptors in uniform registers
             wait_rows(sh, count);
-            float s[16];
+            float s[2 * LANE_HEADS];
             const u32 rows = descriptor(stage_address(stage), 16), query = descriptor(query_address(), 16);
             wgmma_fence();
 #pragma unroll
@@ -95,7 +97,7 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
             for (int half = 0; half < 2; ++half) {
                 const bool exists = there >> (bit + half * 16) & 1;
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
+                for (int j = 0; j < LANE_HEADS / 2; ++j)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& x = s[j * 4 + half * 2 + i];
@@ -107,15 +109,15 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
             if (block == num_blocks - 1) next = Unit(p, number + units_apart(), lens), copy_next();
             if (count >= 1) wait_barrier(sh.weights_empty, (count - 1) & 1);
             if (moves) {
-                float top[8];
+                float top[LANE_HEADS];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) top[i] = fmaxf(s[(i >> 1) * 4 + (i & 1)], s[(i >> 1) * 4 + (i & 1) + 2]);
+                for (int i = 0; i < LANE_HEADS; ++i) top[i] = fmaxf(s[(i >> 1) * 4 + (i & 1)], s[(i >> 1) * 4 + (i & 1) + 2]);
                 reduce_lanes(top, [](float a, float b) { return fmaxf(a, b); });
                 if (lane < 4) put_heads(sh.tops[warp], q, top);
                 score_sync();
-                float fade[8];
+                float fade[LANE_HEADS];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
+                for (int i = 0; i < LANE_HEADS; ++i) {
                     const int head = (i >> 1) * 8 + q * 2 + (i & 1);
                     float next = NO_PEAK;
 #pragma unroll
@@ -128,14 +130,14 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
                 if (thread == 0) sh.rescale = count + 1;
             }
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
+            for (int i = 0; i < 2 * LANE_HEADS; ++i) {
                 const int head = (i >> 2) * 2 + (i & 1);
                 s[i] = exp2_fast(s[i] * scale - peak[head]);
                 total[head] += s[i];
             }
             // Matrices: heads 8 j .. 8 j + 7 and the warp's rows 0-7 and 8-15, transposed.
 #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
+            for (int j = 0; j < LANE_HEADS / 2; j += 2) {
                 const int head = (j + (lane >> 4)) * 8 + (lane & 7), piece = warp * 2 + (lane >> 3 & 1);
                 store_transposed(smem_address(sh.weights) + head * 128 + ((piece ^ (head & 7)) << 4),
                                  to_operands(s[j * 4], s[j * 4 + 1]), to_operands(s[j * 4 + 2], s[j * 4 + 3]),
@@ -157,16 +159,16 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
             float sum = 0.f, top = NO_PEAK;
             if (num_blocks > 0) {
 #pragma unroll
-                for (int w = 0; w < SCORE_WARPS; ++w) sum += sh.sums[w][lane];
-                top = sh.peaks[lane];
+                for (int w = 0; w < SCORE_WARPS; ++w) sum += sh.sums[w][lane % HEADS];
+                top = sh.peaks[lane % HEADS];
             }
-            bool writes = own_head < p.num_heads;
+            bool writes = lane < HEADS && own_head < p.num_heads;
             if constexpr (SPLITS > 1) {
                 const float2 all = join_stats(sh, make_float2(top, sh.unfit[0] ? __int_as_float(0x7fffffff) : sum), sink, lane);
                 top = all.x, sum = all.y;
                 writes &= own_rank() == 0 && !sh.unfit_somewhere;
             } else {
-                sh.factor[0][lane] = output_factor(top, sum, sink);
+                if (lane < HEADS) sh.factor[0][lane] = output_factor(top, sum, sink);
             }
             if (writes) p.lse[unit.token * p.lse_token_stride + own_head * p.lse_head_stride] = log_sum(top, sum);
             __syncwarp();

@@ -5,18 +5,23 @@
 #include "../common.cuh"
 
 constexpr int BLOCK = 64;               // rows
-constexpr int STAGES = 2;
+constexpr int STAGES = BF16_ROWS && HEADS == 16 ? 3 : 2;  // as many as there is room for
 constexpr int BUSY = 8;                 // more than the units that any roles are apart, empty ones aside
-constexpr bool FEW_HEADS = HEADS == 32;
+__device__ constexpr int by_heads(int of_64, int of_32, int of_16) {
+    return HEADS == 64 ? of_64 : HEADS == 32 ? of_32 : of_16;
+}
+static_assert(HEADS == 64 || HEADS == 32 || HEADS == 16, "heads");
+constexpr bool FEW_HEADS = HEADS != 64;
+constexpr int LANE_HEADS = HEADS == 16 ? 4 : 8;  // that a lane has numbers of, if few
 // CTAs of a cluster that have a share of a token's rows each; and that have them all, each with a share to convert.
 constexpr int SPLITS = FEW_HEADS ? RANKS : 1, SHARERS = FEW_HEADS ? 1 : RANKS;
 static_assert(SPLITS <= 8 && SHARERS <= (BF16_ROWS ? 1 : 2), "CTAs of a cluster");
 // Warps by role, in this order. Half the heads leave registers for twice the producers.
-constexpr int VALUE_WARPS = FEW_HEADS ? 4 : 8, SCORE_WARPS = 4, PRODUCER_WARPS = FEW_HEADS ? 8 : 4;
+constexpr int VALUE_WARPS = by_heads(8, 4, 4), SCORE_WARPS = 4, PRODUCER_WARPS = by_heads(4, 8, 16);
 constexpr int THREADS = 32 * (VALUE_WARPS + SCORE_WARPS + PRODUCER_WARPS);
 // Registers per thread, 64 Ki in all.
-constexpr int VALUE_REGISTERS = FEW_HEADS ? 168 : 160, SCORE_REGISTERS = FEW_HEADS ? 88 : 80;
-constexpr int PRODUCER_REGISTERS = FEW_HEADS ? 128 : 112;
+constexpr int VALUE_REGISTERS = by_heads(160, 168, 112), SCORE_REGISTERS = by_heads(80, 88, 80);
+constexpr int PRODUCER_REGISTERS = by_heads(112, 128, 72);
 // Probabilities may reach 2^PEAK_SLACK before a rescale. As bf16 the largest is 1, which is exact: one that
 // outweighs all others must not be off by 2^-8.
 constexpr float PEAK_SLACK = BF16_ROWS ? 0.f : 8.f;
@@ -26,10 +31,10 @@ constexpr float QUERY_SCALE = BF16_ROWS ? 1.f : 8.f;  // small queries keep thei
 constexpr int WARP_ROWS = BLOCK / SHARERS / PRODUCER_WARPS;
 constexpr int BATCH = 4;                // rows
 constexpr int WARP_BATCHES = WARP_ROWS / BATCH;
-constexpr int BATCHES = FEW_HEADS ? 3 : 2;  // of a ring
+constexpr int BATCHES = by_heads(2, 3, 2);  // of a ring
 constexpr int RING_PITCH = BF16_ROWS ? 16 : max_of(SWA_RECORD, RECORD) == 584 ? 592 : max_of(SWA_RECORD, RECORD);
 
-// Who publishes a stage's rows to the tensor cores: who begins copies cannot, and 32 heads' producers have less time.
+// Who publishes a stage's rows to the tensor cores: who begins copies cannot, and few heads' producers have less time.
 constexpr bool READERS_PUBLISH = BF16_ROWS || FEW_HEADS;
 // In a stage: bytes of a row, and from 64 columns of eight rows to their next 64.
 constexpr int ROW_BYTES = 1024, COLUMNS_APART = 8 * 128;

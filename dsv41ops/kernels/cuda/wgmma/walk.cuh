@@ -12,6 +12,9 @@ __device__ __forceinline__ int row_of(int warp, int lane) {
     return whose * (BLOCK / SHARERS) + warp * WARP_ROWS + lane % WARP_ROWS;
 }
 
+// In a stage a row's pieces of 16 bytes are swizzled by its number of eight; those of a warp's first row by this.
+__device__ __forceinline__ u32 first_swizzle(int warp) { return WARP_ROWS < 8 ? warp * WARP_ROWS % 8 : 0; }
+
 constexpr int LOOKED_UP = 32 / KNOWN_ROWS;  // blocks at once
 struct Rows {
     u32 data;          // where they lie, in 16 bytes
