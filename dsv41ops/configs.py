@@ -266,6 +266,11 @@ class WgmmaConfig(_Variant):
 CudaConfig = MmaConfig | WgmmaConfig
 
 
+def head_groups(num_heads: int, heads: int) -> int:
+    """Units of work of a token whose CTAs have ``heads`` heads each."""
+    return ceil(num_heads / heads)
+
+
 def cuda_config(problem: DecodeProblem) -> CudaConfig:
     """The one whose waves take least."""
     if problem.batch_invariant:
@@ -319,7 +324,7 @@ def _fastest_wgmma(problem: DecodeProblem) -> tuple[float, tuple[int, int]]:
         if config.splits > 1:
             serves, further = _fit(units, config.splits, blocks), 0
         else:
-            serves = _head_groups(problem, config.heads) % config.ranks == 0
+            serves = head_groups(problem.num_heads, config.heads) % config.ranks == 0
             further = ceil(units / MEASURED_SMS) - 1
         if serves and _suits(problem, config.heads):
             costs[shape] = first * (1 + further * FURTHER_WAVE)
@@ -346,12 +351,8 @@ def _measured_records(problem: DecodeProblem) -> str:
 
 def _units(problem: DecodeProblem, heads: int) -> float:
     """As many as would give every SM of the measured GPU as much to do."""
-    units = problem.num_tokens * _head_groups(problem, heads)
+    units = problem.num_tokens * head_groups(problem.num_heads, heads)
     return units * MEASURED_SMS / problem.num_sms
-
-
-def _head_groups(problem: DecodeProblem, heads: int) -> int:
-    return ceil(problem.num_heads / heads)
 
 
 def _tiles(problem: DecodeProblem, rows: int) -> int:

@@ -140,6 +140,18 @@ def check_kernel(call: Call, kernel: Kernel) -> None:
         assert_same_bits(again[1], lse)
 
 
+def check_same_results(call: Call, other: Call, kernel: Kernel) -> None:
+    for got, want in zip(run(call, kernel), run(other, kernel), strict=True):
+        assert_same_bits(got, want)
+
+
+def partly_beyond_f16(call: Call) -> Call:
+    """A fifth of the tokens gets queries that f16 does not hold; the scale is for them."""
+    large = torch.rand(len(call.q), device=CUDA) < 0.2
+    call.q[large] *= 2.0**14
+    return replace(call, scale=call.scale * 2.0**-14)
+
+
 def flat_pages(cache: Tensor) -> Tensor:
     """``[pages, bytes]``, a view."""
     raw = cache.view(torch.uint8)
@@ -225,19 +237,14 @@ def test_where_a_cache_begins(pair: Pair, offset: int, kernel: Kernel) -> None:
         moved = room[-room.data_ptr() % 128 + offset :].as_strided(raw.shape, raw.stride())
         flat_pages(moved).copy_(flat_pages(raw))
         parts.append(replace(part, cache=moved.view(part.cache.dtype)))
-    moved_call = replace(call, parts=tuple(parts))
-    for given, expected in zip(run(moved_call, kernel), run(call, kernel), strict=True):
-        assert_same_bits(given, expected)
+    check_same_results(replace(call, parts=tuple(parts)), call, kernel)
 
 
 @pytest.mark.parametrize(("pair", "kernel"), cases([("bf16", "bf16")], SHAPES), ids=str)
 def test_bf16_rows_as_bytes(pair: Pair, kernel: Kernel) -> None:
     call = random_call(pair, 5, 16)
     parts = tuple(replace(part, cache=part.cache.view(torch.uint8)) for part in call.parts)
-    for given, expected in zip(
-        run(replace(call, parts=parts), kernel), run(call, kernel), strict=True
-    ):
-        assert_same_bits(given, expected)
+    check_same_results(replace(call, parts=parts), call, kernel)
 
 
 @pytest.mark.parametrize(("pair", "kernel"), EVERY_KERNEL, ids=str)
@@ -286,9 +293,7 @@ def test_empty_units_between_full_ones(pair: Pair, heads: int, kernel: Kernel) -
 def test_many_small_units(pair: Pair, kernel: Kernel, heads: int) -> None:
     """A block each, some of them empty, some beyond f16: ten or more in a row for a CTA."""
     call = random_call(pair, 1400, heads, window_width=5, width=7)
-    large = torch.rand(1400, device=CUDA) < 0.2
-    call.q[large] *= 2.0**14
-    check_kernel(replace(call, scale=call.scale * 2.0**-14), kernel)
+    check_kernel(partly_beyond_f16(call), kernel)
 
 
 @pytest.mark.parametrize(("pair", "kernel"), EVERY_SHAPE, ids=str)
@@ -307,9 +312,7 @@ def test_no_visible_row(pair: Pair, kernel: Kernel) -> None:
 def test_rotation_of_the_output(pair: Pair, kernel: Kernel) -> None:
     """Of tokens beyond f16 too."""
     call = replace(random_call(pair, 150, 40), rope=random_rope(150, CUDA))
-    large = torch.rand(150, device=CUDA) < 0.2
-    call.q[large] *= 2.0**14
-    check_kernel(replace(call, scale=call.scale * 2.0**-14), kernel)
+    check_kernel(partly_beyond_f16(call), kernel)
 
 
 @pytest.mark.parametrize("heads", [65, 128])
@@ -488,9 +491,8 @@ def test_caches_without_a_page(empty: tuple[int, ...], kernel: Kernel) -> None:
     for i in empty:
         pageless[i] = replace(call.parts[i], cache=call.parts[i].cache[:0])
         holes[i] = replace(call.parts[i], indices=torch.full_like(call.parts[i].indices, -1))
-    results = [run(replace(call, parts=tuple(parts)), kernel) for parts in (pageless, holes)]
-    for got, want in zip(*results, strict=True):
-        assert_same_bits(got, want)
+    calls = [replace(call, parts=tuple(parts)) for parts in (pageless, holes)]
+    check_same_results(*calls, kernel)
 
 
 @pytest.mark.parametrize("kernel", [1, "wgmma64", "wgmma32", "wgmma32x2", "wgmma16"], ids=str)
@@ -513,10 +515,9 @@ def test_pages_far_apart(pair: Pair, kernel: Kernel) -> None:
         cache = pool.as_strided(shape, strides, i * 2**20)
         flat_pages(cache).copy_(flat_pages(part.cache))
         far.append(replace(part, cache=cache))
-    check_kernel(replace(call, parts=tuple(near)), kernel)
-    results = [run(replace(call, parts=tuple(parts)), kernel) for parts in (near, far)]
-    for want, got in zip(*results, strict=True):
-        assert_same_bits(got, want)
+    call = replace(call, parts=tuple(near))
+    check_kernel(call, kernel)
+    check_same_results(replace(call, parts=tuple(far)), call, kernel)
 
 
 @pytest.mark.parametrize(("num_tokens", "heads"), [(3, 5), (3, 16), (60, 64)])

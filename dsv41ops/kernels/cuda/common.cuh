@@ -78,11 +78,9 @@ template <int R> __device__ __forceinline__ Place locate(const Pool& pool, u32 s
     return at;
 }
 
-// Lets the next launch take its place, if that is on SMs that are free: beside CTAs that are half an SM
-// it would take more of some SMs than of others.
-__device__ __forceinline__ void let_next_launch(bool alone) {
-    if (alone) asm volatile("griddepcontrol.launch_dependents;");
-}
+// Lets the next launch take its place on SMs that are free. CTAs that are half an SM do not: beside them it would
+// take more of some SMs than of others.
+__device__ __forceinline__ void let_next_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
 // For the launch before this one, whose results nothing may read, or overwrite, earlier.
 __device__ __forceinline__ void wait_for_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -767,7 +767,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     };
     // Clusters leave SMs free, where the next launch does this before it has to wait. Otherwise it is done while
     // indices are on their way.
-    let_next_launch(CTAS_PER_SM == 1);
+    if (CTAS_PER_SM == 1) let_next_launch();
     if (RANKS > 1) prepare();
     wait_for_launch();
     bool guess_in_swa[AHEAD];

@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsv41ops.configs import CudaConfig, DecodeProblem, cuda_config, cuda_variants
+from dsv41ops.configs import (
+    CudaConfig,
+    DecodeProblem,
+    cuda_config,
+    cuda_variants,
+    head_groups,
+)
 from dsv41ops.kernels.capture import refuse_in_capture
 from dsv41ops.kernels.cuda.driver import Kernel, Launch
 from dsv41ops.kernels.cuda.nvrtc import compile_cubin
@@ -68,7 +74,7 @@ def launch_sparse_mla_decode(
         written = q.new_empty(q.shape)
         results = _rows(written)
     topk_width = 0 if topk_indices is None else topk_indices.shape[1]
-    launch, head_groups, num_units = _plan(
+    launch, groups, num_units = _plan(
         q.device.index,
         torch.cuda.current_stream().cuda_stream,
         num_tokens,
@@ -91,7 +97,7 @@ def launch_sparse_mla_decode(
         *lse.stride(),
         *_rotation(positions, cos_sin),
         num_heads,
-        head_groups,
+        groups,
         softmax_scale * LOG2_E,
         num_units,
     )
@@ -181,10 +187,10 @@ def _plan(
         )
     macros = (*config.macros, ("SWA_RECORD", swa_record), ("RECORD", record))
     kernel = _kernel(device, config.source, macros)
-    head_groups = -(-num_heads // config.heads)
-    num_units = num_tokens * head_groups
+    groups = head_groups(num_heads, config.heads)
+    num_units = num_tokens * groups
     ctas = config.ctas(num_units, num_sms)
-    return kernel.launch(ctas, config.threads, config.ranks, stream), head_groups, num_units
+    return kernel.launch(ctas, config.threads, config.ranks, stream), groups, num_units
 
 
 def _name(record: int) -> str:

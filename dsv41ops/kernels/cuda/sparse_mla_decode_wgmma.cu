@@ -54,7 +54,7 @@ sparse_mla_decode(const __grid_constant__ Params p) {
     }
     __syncthreads();
     if (RANKS > 1) cluster_arrive();
-    let_next_launch(true);
+    let_next_launch();
     wait_for_launch();
     if (warp < VALUE_WARPS) {
         raise_registers<VALUE_REGISTERS>();

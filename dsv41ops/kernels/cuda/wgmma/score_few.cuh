@@ -23,7 +23,7 @@ template <typename F> __device__ __forceinline__ void reduce_lanes(float (&x)[LA
 // A lane's heads, in a table by head.
 __device__ __forceinline__ void put_heads(float (&table)[HEADS], int q, const float (&x)[LANE_HEADS]) {
 #pragma unroll
-    for (int j = 0; j < LANE_HEADS / 2; ++j) *reinterpret_cast<float2*>(&table[j * 8 + q * 2]) = make_float2(x[j * 2], x[j * 2 + 1]);
+    for (int j = 0; j < EIGHTS; ++j) *reinterpret_cast<float2*>(&table[j * 8 + q * 2]) = make_float2(x[j * 2], x[j * 2 + 1]);
 }
 
 // A head per lane: its peak and sum in this CTA to those of all, which also gives everyone's factors.
@@ -97,7 +97,7 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
             for (int half = 0; half < 2; ++half) {
                 const bool exists = there >> (bit + half * 16) & 1;
 #pragma unroll
-                for (int j = 0; j < LANE_HEADS / 2; ++j)
+                for (int j = 0; j < EIGHTS; ++j)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& x = s[j * 4 + half * 2 + i];
@@ -137,7 +137,7 @@ __device__ __forceinline__ void score_few(Shared& sh, const Params& p, int warp,
             }
             // Matrices: heads 8 j .. 8 j + 7 and the warp's rows 0-7 and 8-15, transposed.
 #pragma unroll
-            for (int j = 0; j < LANE_HEADS / 2; j += 2) {
+            for (int j = 0; j < EIGHTS; j += 2) {
                 const int head = (j + (lane >> 4)) * 8 + (lane & 7), piece = warp * 2 + (lane >> 3 & 1);
                 store_transposed(smem_address(sh.weights) + head * 128 + ((piece ^ (head & 7)) << 4),
                                  to_operands(s[j * 4], s[j * 4 + 1]), to_operands(s[j * 4 + 2], s[j * 4 + 3]),

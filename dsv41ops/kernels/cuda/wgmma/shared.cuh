@@ -12,7 +12,8 @@ __device__ constexpr int by_heads(int of_64, int of_32, int of_16) {
 }
 static_assert(HEADS == 64 || HEADS == 32 || HEADS == 16, "heads");
 constexpr bool FEW_HEADS = HEADS != 64;
-constexpr int LANE_HEADS = HEADS == 16 ? 4 : 8;  // that a lane has numbers of, if few
+// If heads are few: their groups of eight, of each of which a lane has numbers of two.
+constexpr int EIGHTS = HEADS == 16 ? 2 : 4, LANE_HEADS = 2 * EIGHTS;
 // CTAs of a cluster that have a share of a token's rows each; and that have them all, each with a share to convert.
 constexpr int SPLITS = FEW_HEADS ? RANKS : 1, SHARERS = FEW_HEADS ? 1 : RANKS;
 static_assert(SPLITS <= 8 && SHARERS <= (BF16_ROWS ? 1 : 2), "CTAs of a cluster");

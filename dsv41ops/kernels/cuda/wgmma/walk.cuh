@@ -13,7 +13,7 @@ __device__ __forceinline__ int row_of(int warp, int lane) {
 }
 
 // In a stage a row's pieces of 16 bytes are swizzled by its number of eight; those of a warp's first row by this.
-__device__ __forceinline__ u32 first_swizzle(int warp) { return WARP_ROWS < 8 ? warp * WARP_ROWS % 8 : 0; }
+__device__ __forceinline__ u32 first_swizzle(int warp) { return warp * WARP_ROWS % 8; }
 
 constexpr int LOOKED_UP = 32 / KNOWN_ROWS;  // blocks at once
 struct Rows {

@@ -5,12 +5,12 @@
 #include "slow.cuh"
 #include "values.cuh"
 
-using Sums = float[8][2 * LANE_HEADS];  // of a lane, by chunks of 64 columns
+using Sums = float[8][4 * EIGHTS];  // of a lane, by chunks of 64 columns
 
 // By a number per head.
-__device__ __forceinline__ void multiply(const float (&by)[HEADS], float (&sums)[2 * LANE_HEADS], int q) {
+__device__ __forceinline__ void multiply(const float (&by)[HEADS], float (&sums)[4 * EIGHTS], int q) {
 #pragma unroll
-    for (int j = 0; j < LANE_HEADS / 2; ++j) {
+    for (int j = 0; j < EIGHTS; ++j) {
         const float2 pair = *reinterpret_cast<const float2*>(&by[j * 8 + q * 2]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[j * 4 + i] *= i & 1 ? pair.y : pair.x;
@@ -35,8 +35,8 @@ __device__ __forceinline__ void join_parts(Shared& sh, Sums& acc, int warp, int 
     for (int c = 0; c < 8; ++c) {
         if (first <= c && c < last) continue;
 #pragma unroll
-        for (int j = 0; j < LANE_HEADS / 2; ++j)
-            sent[(c * (LANE_HEADS / 2) + j) * APART] = make_float4(acc[c][j * 4], acc[c][j * 4 + 1], acc[c][j * 4 + 2], acc[c][j * 4 + 3]);
+        for (int j = 0; j < EIGHTS; ++j)
+            sent[(c * EIGHTS + j) * APART] = make_float4(acc[c][j * 4], acc[c][j * 4 + 1], acc[c][j * 4 + 2], acc[c][j * 4 + 3]);
     }
     publish();
     value_sync();
@@ -59,9 +59,9 @@ __device__ __forceinline__ void join_parts(Shared& sh, Sums& acc, int warp, int 
         for (int n = 0; n < SPLITS - 1; ++n) {
             const float(&factor)[HEADS] = sh.factor[n + (n >= rank)];
 #pragma unroll
-            for (int j = 0; j < LANE_HEADS / 2; ++j) {
+            for (int j = 0; j < EIGHTS; ++j) {
                 const float2 pair = *reinterpret_cast<const float2*>(&factor[j * 8 + q * 2]);
-                const float4 part = parts[((n * (last - first) + c - first) * (LANE_HEADS / 2) + j) * APART];
+                const float4 part = parts[((n * (last - first) + c - first) * EIGHTS + j) * APART];
                 acc[c][j * 4] += part.x * pair.x, acc[c][j * 4 + 1] += part.y * pair.y;
                 acc[c][j * 4 + 2] += part.z * pair.x, acc[c][j * 4 + 3] += part.w * pair.y;
             }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
 #pragma unroll
         for (int c = 0; c < 8; ++c)
 #pragma unroll
-            for (int i = 0; i < 2 * LANE_HEADS; ++i) acc[c][i] = 0.f;
+            for (int i = 0; i < 4 * EIGHTS; ++i) acc[c][i] = 0.f;
 #pragma unroll 1
         for (int block = 0; block < unit.num_blocks; ++block, ++count) {
             const int stage = count % STAGES;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
                 const float2 turn = sh.turn[(warp * 16 + half * 8 + g) >> 1];  // of the last 64 columns
                 const bool odd = g & 1;
 #pragma unroll
-                for (int j = 0; j < LANE_HEADS / 2; ++j)
+                for (int j = 0; j < EIGHTS; ++j)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& own = acc[7][j * 4 + half * 2 + i];
@@ -149,7 +149,7 @@ __device__ __forceinline__ void weigh_few(Shared& sh, const Params& p, int warp,
         for (int c = 0; c < 8; ++c) {
             if (c < first_chunk(own_rank()) || c >= first_chunk(own_rank() + 1)) continue;
 #pragma unroll
-            for (int j = 0; j < LANE_HEADS / 2; j += 2) {
+            for (int j = 0; j < EIGHTS; j += 2) {
                 u32 x[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
